@@ -1,0 +1,1 @@
+"""Pretraining of text encoders in phases: causal language modelling, then masked language modelling."""
