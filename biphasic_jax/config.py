@@ -113,7 +113,7 @@ def default_config() -> ConfigDict:
     c.log = ConfigDict()
     c.log.every = 1  # steps a line of metrics.jsonl
     c.log.tensorboard = True
-    c.log.progress = True
+    c.log.progress = True  # a progress bar where stdout is a terminal
     return c
 
 
