@@ -12,7 +12,8 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -130,20 +131,20 @@ def phase(objective: str, **settings: Any) -> ConfigDict:
 PHASE_KEYS = ("objective", "steps", "tokens", "share", "optimizer", "warmup", "decay", "learning_rate")
 
 
-def load_config(spec: str, overrides: Sequence[str], objectives: Mapping[str, Any]) -> ConfigDict:
+def load_config(spec: str, overrides: Sequence[str], registry: Callable[[], Mapping[str, Any]]) -> ConfigDict:
     """The resolved and checked config of `FILE[:ARGUMENT]` after `KEY=VALUE` overrides.
 
-    `objectives` maps a name to an object with `defaults` (a dict) and `check(settings)`.
-    Raises `UserError` for anything that is wrong with it.
+    `registry()` maps a name to an object with `defaults` (a dict) and `check(settings)`; it is asked after
+    the file was read, so that a config may import an objective of its own. Raises `UserError` for anything that is wrong with it.
     """
     config = read_config_file(spec)
     for override in overrides:
         apply_override(config, override)
-    return resolve(config, objectives)
+    return resolve(config, registry() if callable(registry) else registry)
 
 
 def read_config_file(spec: str) -> ConfigDict:
-    """What `get_config` of `FILE[:ARGUMENT]` returns, before overrides."""
+    """What `get_config` of `FILE[:ARGUMENT]` returns, before overrides. Its folder may hold modules it imports."""
     path, _, argument = spec.partition(":")
     if not os.path.isfile(path):
         raise UserError(f"--config={spec}: there is no file {path!r}; see configs/ for recipes")
@@ -151,6 +152,9 @@ def read_config_file(spec: str) -> ConfigDict:
     if module_spec is None or module_spec.loader is None:
         raise UserError(f"--config={spec}: {path!r} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
+    folder = os.path.dirname(os.path.abspath(path))
+    if folder not in sys.path:
+        sys.path.append(folder)
     try:
         module_spec.loader.exec_module(module)
     except UserError:
