@@ -5,8 +5,6 @@ A config is an `ml_collections.ConfigDict` made by the `get_config(argument)` of
 (steps of phases, warm-up and decay in steps) and checks everything before anything is built.
 """
 
-import ast
-import difflib
 import importlib.util
 import inspect
 import json
@@ -19,6 +17,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from biphasic_jax.errors import UserError
+from biphasic_jax.overrides import apply_override, nearest
 
 SEGMENT_POLICIES = ("documents", "random_split", "row")
 SCHEDULE_SHAPES = ("linear", "cosine", "sqrt")
@@ -135,7 +134,8 @@ def load_config(spec: str, overrides: Sequence[str], registry: Callable[[], Mapp
     """The resolved and checked config of `FILE[:ARGUMENT]` after `KEY=VALUE` overrides.
 
     `registry()` maps a name to an object with `defaults` (a dict) and `check(settings)`; it is asked after
-    the file was read, so that a config may import an objective of its own. Raises `UserError` for anything that is wrong with it.
+    the file was read, so that a config may import an objective of its own. Raises `UserError` for anything
+    that is wrong with the config.
     """
     config = read_config_file(spec)
     for override in overrides:
@@ -169,88 +169,6 @@ def read_config_file(spec: str) -> ConfigDict:
     return module.get_config(argument) if takes_argument else module.get_config()
 
 
-def apply_override(config: ConfigDict, override: str) -> None:
-    """Sets `a.b=VALUE` or `phases[1].steps=VALUE` in place; VALUE is a Python or JSON literal, or text."""
-    key, equals, text = override.partition("=")
-    if not equals:
-        raise UserError(f"--config.{override}: write --config.KEY=VALUE")
-    parts = key.replace("[", ".").replace("]", "").split(".")
-    node: Any = config
-    for depth, part in enumerate(parts[:-1]):
-        node = _child(node, part, ".".join(parts[: depth + 1]))
-    last, value = parts[-1], _parse_value(text)
-    if isinstance(node, ConfigDict) and len(parts) == 3 and parts[0] == "phases" and last not in node:
-        node.unlock()
-        node[last] = value  # a phase's keys depend on its objective: `resolve` checks them
-        return
-    current = _child(node, last, key)
-    value = _fit_type(value, current, key, text)
-    if isinstance(node, list):
-        node[int(last)] = value
-    elif isinstance(current, ConfigDict):
-        for name, entry in value.items():
-            apply_override(config, f"{key}.{name}={entry!r}")
-    else:
-        with node.ignore_type():
-            node[last] = value
-
-
-def _child(node: Any, part: str, key: str) -> Any:
-    if isinstance(node, list | tuple):
-        if not part.isdigit() or int(part) >= len(node):
-            raise UserError(f"--config.{key}: {part!r} is not an index below {len(node)}")
-        return node[int(part)]
-    if not isinstance(node, ConfigDict) or part not in node:
-        names = list(node.keys()) if isinstance(node, ConfigDict) else []
-        raise UserError(f"--config.{key}: there is no key {part!r}{_nearest(part, names)}")
-    return node[part]
-
-
-def _nearest(word: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
-    if near:
-        return f"; did you mean {' or '.join(map(repr, near))}?"
-    return f"; the keys here are {', '.join(names)}" if names else ""
-
-
-def _parse_value(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    if text in ("null", "None"):
-        return None
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
-def _fit_type(value: Any, current: Any, key: str, text: str) -> Any:
-    """`value` as the type of `current`, or a UserError; numbers may become schedules (dicts)."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(current, bool):
-        if isinstance(value, bool):
-            return value
-    elif isinstance(current, int | float):
-        if number or isinstance(value, dict):
-            whole = isinstance(current, int) and isinstance(value, float) and value.is_integer() and abs(value) >= 1
-            return int(value) if whole else value
-    elif isinstance(current, str):
-        return value if isinstance(value, str) else text
-    elif isinstance(current, list | tuple):
-        if isinstance(value, list | tuple):
-            if current and isinstance(current[0], ConfigDict):
-                return tuple(ConfigDict(v) for v in value)
-            return tuple(value)
-        if not isinstance(value, dict):
-            return tuple(_parse_value(part) for part in text.split(","))
-    elif isinstance(current, ConfigDict):
-        if isinstance(value, dict):
-            return value
-    else:
-        return value
-    raise UserError(f"--config.{key}={text}: needs a value like {current!r} ({type(current).__name__})")
-
-
 def resolve(config: ConfigDict, objectives: Mapping[str, Any]) -> ConfigDict:
     """A locked copy with every duration in steps and every objective's settings filled in; checked."""
     config = ConfigDict(to_dict(config))
@@ -277,7 +195,7 @@ def unknown_keys(config: ConfigDict, known: ConfigDict, prefix: str) -> None:
     """Raises for the first key of `config` that `known` lacks, and names the nearest."""
     for name in config:
         if name not in known:
-            raise UserError(f"config: unknown key {prefix + name!r}{_nearest(name, list(known.keys()))}")
+            raise UserError(f"config: unknown key {prefix + name!r}{nearest(name, list(known.keys()))}")
         if isinstance(known[name], ConfigDict) and isinstance(config[name], ConfigDict):
             unknown_keys(config[name], known[name], f"{prefix}{name}.")
 
@@ -291,12 +209,12 @@ def _resolve_phases(config: ConfigDict, objectives: Mapping[str, Any]) -> None:
         where = f"config.phases[{i}]"
         name = p.get("objective", "")
         if name not in objectives:
-            raise UserError(f"{where}.objective={name!r} is not an objective{_nearest(str(name), list(objectives))}")
+            raise UserError(f"{where}.objective={name!r} is not an objective{nearest(str(name), list(objectives))}")
         objective = objectives[name]
         allowed = (*PHASE_KEYS, *objective.defaults)
         for key in p:
             if key not in allowed:
-                raise UserError(f"{where}: unknown key {key!r}{_nearest(key, allowed)}")
+                raise UserError(f"{where}: unknown key {key!r}{nearest(key, allowed)}")
         lengths = [key for key in ("steps", "tokens", "share") if p.get(key)]
         if len(lengths) != 1:
             raise UserError(f"{where}: give exactly one of steps, tokens, share; it has {lengths or 'none'}")
@@ -341,7 +259,7 @@ def check(config: ConfigDict) -> None:
             raise UserError(f"config.{message}")
 
     def one_of(key: str, value: Any, choices: Sequence[str]) -> None:
-        need(value in choices, f"{key}={value!r} is not one of {', '.join(choices)}{_nearest(str(value), choices)}")
+        need(value in choices, f"{key}={value!r} is not one of {', '.join(choices)}{nearest(str(value), choices)}")
 
     m, b, d, o = config.model, config.batch, config.data, config.optimizer
     for key in ("layers", "width", "ff_width", "heads", "kv_heads", "head_size", "loss_chunk"):

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from biphasic_jax import config as config_module
-from biphasic_jax.config import apply_override, default_config, differences, load_config, phase, resolve, to_dict
+from biphasic_jax.config import default_config, differences, load_config, phase, resolve, to_dict
 from biphasic_jax.errors import UserError
 from biphasic_jax.objectives import registry
 
@@ -32,9 +32,9 @@ def test_warmup_as_a_share_becomes_steps():
 
 
 def test_e10_an_unknown_key_names_the_nearest():
-    with pytest.raises(UserError, match="'learning_rat'.*'learning_rate'"):
+    with pytest.raises(UserError, match=r"'learning_rat'.*'learning_rate'"):
         loaded("optimizer.learning_rat=1e-3")
-    with pytest.raises(UserError, match="'mask_ratio'.*'mask_rate'"):
+    with pytest.raises(UserError, match=r"'mask_ratio'.*'mask_rate'"):
         loaded("phases[1].mask_ratio=0.3")
     c = default_config()
     c.model.widht = 3

@@ -1,3 +1,5 @@
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -77,7 +79,7 @@ def test_learning_rate_is_the_same_traced_and_on_the_host():
 
     for shape in ("linear", "cosine", "sqrt"):
         plan = make_plan(config_of(phase("clm", steps=30), phase("mlm", steps=30), warmup=7, decay=11, shape=shape))
-        traced = jax.jit(jax.vmap(lambda step: learning_rate(plan, step, jnp)))(jnp.arange(60))
+        traced = jax.jit(jax.vmap(functools.partial(learning_rate, plan, xp=jnp)))(jnp.arange(60))
         np.testing.assert_allclose(traced, rates(plan), rtol=2e-6, atol=1e-10)
 
 
@@ -97,7 +99,7 @@ def test_two_plans_share_the_work_before_they_part():
     "change", [("seed", 1), ("model.layers", 2), ("optimizer.beta2", 0.9), ("batch.rows", 32), ("loss.z_loss", 1e-4)]
 )
 def test_everything_that_decides_the_weights_is_in_the_key(change):
-    from biphasic_jax.config import apply_override
+    from biphasic_jax.overrides import apply_override
 
     a = config_of(phase("clm", steps=40), warmup=4, decay=4)
     b = default_config()
