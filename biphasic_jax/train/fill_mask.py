@@ -1,0 +1,82 @@
+"""`fill-mask`: what a model puts in place of the masks of a sentence."""
+
+import argparse
+import re
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer
+
+from biphasic_jax.data.vocabulary import Vocabulary
+from biphasic_jax.errors import UserError
+from biphasic_jax.model.head import head_kernel, project
+
+MARK = "[MASK]"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A token in place of a mask: its id, its text (a leading space included) and its probability."""
+
+    token: int
+    text: str
+    probability: float
+
+
+def encode_masked(tokenizer: Tokenizer, vocabulary: Vocabulary, text: str) -> list[int]:
+    """The ids of a sentence in which `[MASK]`, or the tokenizer's own mask token, stands for one token.
+
+    A space before a mask goes: in these vocabularies a word brings its own. The end-of-text token follows,
+    as it does in training.
+    """
+    own = tokenizer.id_to_token(vocabulary.mask)
+    masked = re.sub(rf" ?(?:{re.escape(MARK)}|{re.escape(own)})", lambda _: own, text)
+    literal = tokenizer.encode_special_tokens
+    try:
+        tokenizer.encode_special_tokens = False  # here the mask is meant, where in a document it would be text
+        ids = tokenizer.encode(masked, add_special_tokens=False).ids
+    finally:
+        tokenizer.encode_special_tokens = literal
+    if vocabulary.mask not in ids:
+        raise UserError(f"--text={text!r} holds no mask: write {MARK} (or {own}) in place of a token")
+    return [*ids, vocabulary.eos]
+
+
+def fill_masks(
+    model: Any,
+    params: Any,
+    vocabulary: Vocabulary,
+    tokenizer: Tokenizer,
+    ids: list[int],
+    *,
+    top: int = 5,
+    shifted: bool = False,
+) -> list[list[Candidate]]:
+    """The `top` most probable ordinary tokens for each mask in `ids`, each mask apart from the others.
+
+    Probabilities are of the whole vocabulary, special tokens included. shifted: a mask is read at the
+    position before it.
+    """
+    where_P = np.flatnonzero(np.asarray(ids) == vocabulary.mask)
+    if shifted and where_P[0] == 0:
+        raise UserError(f"this model reads a token at the position before it: {MARK} cannot stand first")
+    tokens_1xL = np.asarray(ids, np.int32)[None]
+    probability_PxV = np.asarray(_probabilities(model, params, tokens_1xL, where_P - shifted))
+    ordinary = vocabulary.ordinary
+    best_PxK = ordinary[np.argsort(-probability_PxV[:, ordinary], axis=1, kind="stable")[:, :top]]
+    return [
+        [Candidate(int(t), tokenizer.decode([int(t)]), float(probability_V[t])) for t in best_K]
+        for probability_V, best_K in zip(probability_PxV, best_PxK, strict=True)
+    ]
+
+
+@partial(jax.jit, static_argnames="model")
+def _probabilities(model: Any, params: Any, tokens_1xL: Any, where_P: Any) -> Any:
+    """(P, V) float32, of one bidirectional segment at the positions `where_P`."""
+    x_1xLxD = model.features({"params": params}, tokens_1xL, jnp.ones_like(tokens_1xL), causal=False)
+    return jax.nn.softmax(project(x_1xLxD[0, where_P], head_kernel(params)))
