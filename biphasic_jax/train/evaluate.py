@@ -1,195 +1,184 @@
-"""Held-out figures of a model: CLM and MLM on the same fixed rows, with masks that never change.
+"""`evaluate`: measures a checkpoint on held-out rows, or scores sentences with it."""
 
-Both objectives are measured whatever phase is running, so that their curves cross a phase switch. Sums
-are taken over all targets and divided once: no figure depends on the batch size.
-"""
-
+import argparse
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
-from ml_collections import ConfigDict
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
-from biphasic_jax.data.batches import evaluation_batches
+from biphasic_jax.data.prepare import ensure_rows
 from biphasic_jax.data.shards import Rows
-from biphasic_jax.data.vocabulary import Vocabulary
 from biphasic_jax.errors import UserError
-from biphasic_jax.objectives import Objective, registry
+from biphasic_jax.train.evaluator import Evaluator, evaluate_all, predicts_shifted
+from biphasic_jax.train.opened import Opened, open_checkpoint
+from biphasic_jax.train.pll import Score, pseudo_perplexity, score_rows, score_sentences
 
-Batch = dict[str, Any]
-Line = dict[str, Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Measure:
-    """One thing to measure: an objective with its evaluation settings."""
-
-    name: str  # clm, mlm
-    mask_rate: float | None
-    objective: Objective
-
-    def __str__(self) -> str:
-        return self.name if self.mask_rate is None else f"{self.name} at mask rate {self.mask_rate:g}"
+__all__ = ["Evaluator", "configure", "evaluate_all", "main"]
 
 
-def measures(config: ConfigDict, vocabulary: Vocabulary) -> list[Measure]:
-    """CLM, then MLM at every rate of `evaluation.mask_rates`.
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = """Measures a checkpoint on held-out rows: CLM loss and bits a byte, MLM loss, accuracy and
+perplexity at each mask rate. The rows and the masks are fixed, so two checkpoints are measured alike.
 
-    The corruption is the objective's default one at each rate, not the running phase's, so that any two
-    runs are measured alike. Only what changes which position answers for a token (`shifted`) is taken
-    over from the config's MLM phases.
-    """
-    seed, objectives = config.evaluation.seed, registry()
-    found = [Measure("clm", None, objectives["clm"]({}, vocabulary, seed, (0, 1)))]
-    for rate in config.evaluation.mask_rates:
-        settings = {"mask_rate": float(rate), "shifted": predicts_shifted(config)}
-        found.append(Measure("mlm", float(rate), objectives["mlm"](settings, vocabulary, seed, (0, 1))))
-    return found
+  evaluate --checkpoint=runs/smoke                                  # its newest checkpoint, the rows of its run
+  evaluate --checkpoint=runs/smoke/checkpoints/300 --mask-rates=0.15,0.3,0.5 --limit=0
+  evaluate --checkpoint=runs/smoke --rows=rows/other --json         # other rows, prepared with its tokenizer
+  evaluate --checkpoint=runs/smoke --pll=8                          # also mask each token of 8 rows in turn
+  evaluate --checkpoint=runs/smoke --text="The cat sat." --text="The cat sit."
 
-
-def predicts_shifted(config: ConfigDict) -> bool:
-    """Whether the model answers for token i at position i - 1 in MLM, as its last MLM phase learnt."""
-    phase = last_mlm_phase(config)
-    return bool(phase and phase.shifted)
-
-
-def last_mlm_phase(config: ConfigDict) -> ConfigDict | None:
-    """The last phase of a resolved config that learns MLM; None where none does."""
-    return next((p for p in reversed(config.phases) if p.objective == "mlm"), None)
+Pseudo-log-likelihood (PLL) masks every token in turn and adds up the log-probabilities of the true ones."""
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run's folder, or a checkpoint's")
+    parser.add_argument("--rows", metavar="DIR", help="rows that `prepare` wrote (default: those of the run)")
+    parser.add_argument("--split", choices=("validation", "train"), default="validation", help="(validation)")
+    parser.add_argument("--mask-rates", metavar="P,P,...", help="rates to measure MLM at (default: the run's)")
+    parser.add_argument("--limit", type=int, metavar="N", help="rows to measure, 0 for all (default: the run's)")
+    parser.add_argument("--batch-rows", type=int, metavar="N", help="rows a batch; no figure depends on it")
+    parser.add_argument("--pll", type=int, default=0, metavar="N", help="pseudo-log-likelihood of the first N rows")
+    parser.add_argument("--text", action="append", metavar="SENTENCE", help="only score this; may be given again")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
-class Evaluator:
-    """Measures one model on fixed held-out rows, as often as asked; compiles once.
+def main(args: argparse.Namespace) -> int:
+    opened = open_checkpoint(args.checkpoint)
+    _apply(args, opened)
+    found: dict[str, Any] = {"checkpoint": opened.folder, "step": opened.step, "phase": opened.phase}
+    if args.text:
+        found["sentences"] = sentence_scores(opened, args.text)
+    else:
+        folder = args.rows or ensure_rows(opened.config)
+        opened.check_rows(folder)
+        rows = Rows(folder, args.split)
+        evaluator = Evaluator(opened.model, opened.config, opened.vocabulary, rows)
+        found |= {"rows": folder, "split": args.split, "row_count": evaluator.row_count}
+        found["measures"] = _measure(evaluator, opened, quiet=args.json)
+        if args.pll:
+            found["pll"] = row_scores(opened, rows, min(args.pll, len(rows)), quiet=args.json)
+    if args.json:
+        print(json.dumps(found, allow_nan=False))
+    else:
+        _show(found)
+    return 0
 
-    `rows` are usually `Rows(folder, "validation")`. `groups` divides the rows of a batch into runs with
-    room for predictions of their own, and `place` puts a host batch on the devices; both are for a mesh.
-    Raises `UserError` where there is nothing to predict: a loss over no target would look perfect.
-    """
 
-    def __init__(
-        self,
-        model: Any,
-        config: ConfigDict,
-        vocabulary: Vocabulary,
-        rows: Rows,
-        *,
-        groups: int = 1,
-        place: Callable[[Batch], Batch] | None = None,
-    ):
-        self.vocabulary = vocabulary
-        self.rows = rows
-        self.limit = config.evaluation.rows
-        self.groups = groups
-        self.place = place or (lambda batch: batch)
-        wanted = config.evaluation.batch_rows or config.batch.rows // config.batch.accumulation
-        most = min(wanted, self.row_count)  # a batch larger than the rows would only be padding
-        self.batch_rows = max(1, math.ceil(most / groups)) * groups
-        self.measures = measures(config, vocabulary)
-        for measure in self.measures:
-            if not any(np.any(batch["weights"]) for batch in self._batches(measure)):
-                raise _no_target(measure, self.row_count)
-        self._sums = {
-            measure: jax.jit(lambda params, batch, o=measure.objective: o.loss(model, params, batch))
-            for measure in self.measures
-        }
+def sentence_scores(opened: Opened, sentences: list[str]) -> list[dict[str, Any]]:
+    """Text, token count, pseudo-log-likelihood (nats) and pseudo-perplexity of each sentence."""
+    for number, text in enumerate(sentences, 1):
+        if not text.strip():
+            raise UserError(f"--text number {number} is empty: give a sentence")
+    scores = score_sentences(
+        opened.model,
+        opened.params,
+        opened.vocabulary,
+        [opened.encode(text) for text in sentences],
+        opened.config.data.row_length,
+        shifted=predicts_shifted(opened.config),
+    )
+    return [{"text": text, **_score_facts([score])} for text, score in zip(sentences, scores, strict=True)]
 
-    @property
-    def row_count(self) -> int:
-        """The held-out rows that are measured."""
-        return min(self.limit, len(self.rows)) if self.limit else len(self.rows)
 
-    def run(
-        self, params: Any, *, step: int, phase: int, should_stop: Callable[[], bool] = lambda: False
-    ) -> list[Line] | None:
-        """One metrics line a measure; None where `should_stop()` became true between two batches.
+def row_scores(opened: Opened, rows: Rows, count: int, quiet: bool = False) -> dict[str, Any]:
+    """Pseudo-log-likelihood of the first `count` rows: each segment is scored by itself, then added up."""
+    scores: list[Score] = []
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
+        for b in progress.track(range(count), description="pseudo-log-likelihood"):
+            tokens_1xL, segments_1xL = rows.read(np.array([b]))
+            (row,) = score_rows(
+                opened.model,
+                opened.params,
+                opened.vocabulary,
+                tokens_1xL,
+                segments_1xL,
+                shifted=predicts_shifted(opened.config),
+            )
+            scores += row
+    return {"rows": count, "segments": len(scores), **_score_facts(scores)}
 
-        Every line: step, phase (index of the running one), objective (the measured one), split, loss (nats
-        a target), targets (their count), accuracy, perplexity, mask_rate (None for CLM); for CLM also
-        bits_per_byte, the loss in bits over the UTF-8 bytes of the targets.
-        """
-        lines = []
-        for measure in self.measures:
-            totals = self._total(params, measure, should_stop)
-            if totals is None:
-                return None
-            where = {"step": step, "phase": phase, "objective": measure.name, "split": "validation"}
-            lines.append({**where, **_figures(measure, totals, self.row_count)})
-        return lines
 
-    def _batches(self, measure: Measure) -> Iterator[Batch]:
-        return evaluation_batches(
-            self.rows, measure.objective, rows_limit=self.limit, batch_rows=self.batch_rows, groups=self.groups
+def _score_facts(scores: list[Score]) -> dict[str, Any]:
+    total = sum(score.log_likelihood for score in scores)
+    tokens = sum(score.tokens for score in scores)
+    return {"tokens": tokens, "pll": total, "pseudo_perplexity": pseudo_perplexity(scores)}
+
+
+def _apply(args: argparse.Namespace, opened: Opened) -> None:
+    """Puts the arguments into the checkpoint's config, whose evaluation settings they override."""
+    evaluation = opened.config.evaluation
+    for name, value in (("limit", args.limit), ("batch-rows", args.batch_rows), ("pll", args.pll)):
+        if value is not None and value < 0:
+            raise UserError(f"--{name}={value} must be 0 or more")
+    if args.limit is not None:
+        evaluation.rows = args.limit
+    if args.batch_rows is not None:
+        evaluation.batch_rows = args.batch_rows
+    if args.mask_rates is not None:
+        try:
+            rates = [float(part) for part in args.mask_rates.split(",")]
+        except ValueError:
+            raise UserError(f"--mask-rates={args.mask_rates}: give numbers, such as 0.15,0.4") from None
+        if not all(0 < rate <= 1 for rate in rates):
+            raise UserError(f"--mask-rates={args.mask_rates}: each must be above 0 and at most 1")
+        with evaluation.ignore_type():
+            evaluation.mask_rates = rates
+
+
+def _measure(evaluator: Evaluator, opened: Opened, quiet: bool) -> list[dict[str, Any]]:
+    """The evaluator's lines, with a bar on stderr that moves on with each batch."""
+    batches = len(evaluator.measures) * math.ceil(evaluator.row_count / evaluator.batch_rows)
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
+        task = progress.add_task("evaluating", total=batches)
+
+        def next_batch() -> bool:
+            progress.advance(task)
+            return False
+
+        lines = evaluator.run(opened.params, step=opened.step, phase=opened.phase, should_stop=next_batch)
+    assert lines is not None  # nobody stops it
+    return lines
+
+
+def _show(found: dict[str, Any]) -> None:
+    console = Console(soft_wrap=True)
+    console.print(f"{found['checkpoint']}: step {found['step']:,}, phase {found['phase']}", highlight=False)
+    if "measures" in found:
+        console.print(f"{found['row_count']:,} {found['split']} rows of {found['rows']}", highlight=False)
+        table = _table("objective", "mask rate", "loss (nats)", "perplexity", "accuracy", "bits a byte", "targets")
+        for line in found["measures"]:
+            table.add_row(
+                line["objective"],
+                _number(line["mask_rate"], "g"),
+                _number(line["loss"], ".4f"),
+                _number(line["perplexity"], ",.1f"),
+                _number(line["accuracy"], ".2%"),
+                _number(line.get("bits_per_byte"), ".4f"),
+                f"{line['targets']:,}",
+            )
+        console.print(table)
+    if "pll" in found:
+        pll = found["pll"]
+        console.print(
+            f"pseudo-perplexity {pll['pseudo_perplexity']:,.2f} over {pll['tokens']:,} tokens in {pll['segments']:,} "
+            f"segments of {pll['rows']:,} rows (pseudo-log-likelihood {pll['pll']:,.1f} nats)",
+            highlight=False,
         )
-
-    def _total(self, params: Any, measure: Measure, should_stop: Callable[[], bool]) -> dict[str, float] | None:
-        """Sums over all rows, added on the host in float64: a float32 running sum would drift with its length."""
-        totals = dict.fromkeys(("loss", "targets", "correct", "bytes"), 0.0)
-        pending = None  # the device's answer is fetched one batch late, so that it never waits for the host
-        for batch in self._batches(measure):
-            if should_stop():
-                return None
-            if np.sum(batch.get("counts/overflow", 0)):
-                raise UserError(
-                    f"evaluation of {measure}: a batch has more targets than room; raise evaluation.batch_rows"
-                )
-            weighted = batch["weights"] > 0
-            totals["bytes"] += float(self.vocabulary.bytes_V[batch["targets"][weighted]].sum())
-            arrays = {name: array for name, array in batch.items() if not name.startswith("counts/")}
-            answer = self._sums[measure](params, self.place(arrays))
-            if pending is not None:
-                _add(totals, pending)
-            pending = answer
-        if pending is not None:
-            _add(totals, pending)
-        return totals
+    if "sentences" in found:
+        table = _table("sentence", "tokens", "PLL (nats)", "pseudo-perplexity")
+        for score in found["sentences"]:
+            cells = (f"{score['tokens']:,}", f"{score['pll']:.3f}", f"{score['pseudo_perplexity']:,.2f}")
+            table.add_row(score["text"], *cells)
+        console.print(table)
 
 
-def evaluate_all(
-    model: Any,
-    params: Any,
-    config: ConfigDict,
-    vocabulary: Vocabulary,
-    validation_rows: Rows,
-    *,
-    step: int,
-    phase: int,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> list[Line] | None:
-    """`Evaluator.run` for one use; a loop keeps the `Evaluator`, which holds the compiled functions."""
-    evaluator = Evaluator(model, config, vocabulary, validation_rows)
-    return evaluator.run(params, step=step, phase=phase, should_stop=should_stop)
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table
 
 
-def _add(totals: dict[str, float], answer: tuple[Any, Any, Mapping[str, Any]]) -> None:
-    loss_sum, weight_sum, sums = jax.device_get(answer)
-    totals["loss"] += float(loss_sum) - float(sums.get("z_loss", 0.0))  # a penalty, no part of the figure
-    totals["targets"] += float(weight_sum)
-    totals["correct"] += float(sums["correct"])
-
-
-def _figures(measure: Measure, totals: Mapping[str, float], row_count: int) -> Line:
-    targets = totals["targets"]
-    if not targets:
-        raise _no_target(measure, row_count)
-    loss = totals["loss"] / targets
-    figures: Line = {
-        "loss": loss,
-        "targets": round(targets),
-        "accuracy": totals["correct"] / targets,
-        "perplexity": math.exp(loss) if loss < 700 else None,  # None: beyond float64, or not a number
-        "mask_rate": measure.mask_rate,
-    }
-    if measure.name == "clm":
-        size = totals["bytes"]
-        figures["bits_per_byte"] = totals["loss"] / math.log(2) / size if size else None
-    return figures
-
-
-def _no_target(measure: Measure, row_count: int) -> UserError:
-    mend = "raise data.validation or give more text"
-    if measure.mask_rate is not None:
-        mend = f"raise evaluation.rows or the rate in evaluation.mask_rates, or {mend}"
-    return UserError(f"evaluation of {measure}: {row_count} held-out rows hold no target; {mend}")
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,20 +1,25 @@
 """`fill-mask`: what a model puts in place of the masks of a sentence."""
 
 import argparse
+import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 from tokenizers import Tokenizer
 
 from biphasic_jax.data.vocabulary import Vocabulary
 from biphasic_jax.errors import UserError
 from biphasic_jax.model.head import head_kernel, project
+from biphasic_jax.train.evaluator import predicts_shifted
+from biphasic_jax.train.opened import open_checkpoint
 
 MARK = "[MASK]"
 
@@ -26,6 +31,53 @@ class Candidate:
     token: int
     text: str
     probability: float
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = f"""Shows what a checkpoint puts in place of the masks of a sentence.
+
+  fill-mask --checkpoint=runs/smoke --text="The {MARK} of the king."
+  fill-mask --checkpoint=runs/smoke/checkpoints/300 --text="She {MARK} to the {MARK}." --top=10
+
+{MARK}, or the tokenizer's own mask token, stands for one token, the space before it included. Each mask is
+filled by itself, while the others stay masked."""
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run's folder, or a checkpoint's")
+    parser.add_argument("--text", required=True, metavar="SENTENCE", help=f"with {MARK} in place of a token")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="candidates a mask (5)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.top < 1:
+        raise UserError(f"--top={args.top} must be at least 1")
+    opened = open_checkpoint(args.checkpoint)
+    ids = encode_masked(opened.tokenizer, opened.vocabulary, args.text)
+    if not opened.has_learnt_mlm:
+        print(
+            f"warning: {opened.folder} (step {opened.step}) has not been in an MLM phase: its answers mean little",
+            file=sys.stderr,
+        )
+    masks = fill_masks(
+        opened.model,
+        opened.params,
+        opened.vocabulary,
+        opened.tokenizer,
+        ids,
+        top=args.top,
+        shifted=predicts_shifted(opened.config),
+    )
+    if args.json:
+        print(json.dumps({"text": args.text, "masks": [[asdict(c) for c in candidates] for candidates in masks]}))
+        return 0
+    table = Table(box=None, pad_edge=False)
+    for number in range(1, len(masks) + 1):
+        table.add_column("probability", justify="right")
+        table.add_column(f"mask {number}")
+    for rank in zip(*masks, strict=True):
+        cells = ((f"{candidate.probability:.2%}", repr(candidate.text)) for candidate in rank)
+        table.add_row(*(cell for pair in cells for cell in pair))
+    Console(soft_wrap=True).print(table, markup=False, highlight=False)
+    return 0
 
 
 def encode_masked(tokenizer: Tokenizer, vocabulary: Vocabulary, text: str) -> list[int]:

@@ -1,0 +1,175 @@
+"""What a run's figures say, in sentences: whether it learnt, whether it beats another run, what it cost."""
+
+import math
+from dataclasses import dataclass
+from statistics import mean, median
+
+from biphasic_jax.config import differences
+from biphasic_jax.train.record import Line, Record
+
+# Settings that may differ between two runs without making them hard to compare.
+OWN_KEYS = ("phases", "log", "checkpoint", "data.rows", "data.workers")
+
+
+def findings(run: Record, baseline: Record | None = None) -> list[str]:
+    """Three lines: the losses, how good MLM is (against the baseline, if there is one), what it cost."""
+    unfinished = f"Not finished, step {run.step:,} of {run.end:,}. " if run.step < run.end else ""
+    return [
+        unfinished + loss_finding(run),
+        comparison_finding(run, baseline) if baseline else mlm_finding(run),
+        cost_finding(run),
+    ]
+
+
+def loss_finding(run: Record) -> str:
+    """Each held-out loss at the end of the last phase that trains it, and whether it is below the unigram entropy."""
+    ends = final_lines(run)
+    if not ends:
+        return "No held-out loss was measured in a phase that trains it yet."
+    listed = ", ".join(f"{name} {line['loss']:.3f} (step {line['step']:,})" for name, line in ends.items())
+    text = f"Held-out loss where its phase ends, in nats a token: {listed}."
+    if run.entropy is None:
+        return text
+    above = [name for name, line in ends.items() if line["loss"] >= run.entropy]
+    entropy = f"the unigram entropy of the held-out text, {run.entropy:.3f}"
+    if above:
+        return f"{text} NOT below {entropy}: {', '.join(above)}."
+    return f"{text} {('It ends', 'Both end', 'All end')[min(len(ends), 3) - 1]} below {entropy}."
+
+
+def final_lines(run: Record) -> dict[str, Line]:
+    """Name -> the last held-out line of a measure within the last phase that trains its objective."""
+    found = {}
+    for objective, rate in [("clm", None), *(("mlm", rate) for rate in run.mask_rates)]:
+        step = run.trained_until(objective)
+        line = run.at(step, objective, rate) if step is not None else None
+        if line is not None and line["loss"] is not None:
+            found[objective.upper() + (f" at {rate:.0%}" if rate else "")] = line
+    return found
+
+
+def mlm_finding(run: Record) -> str:
+    accuracies = [
+        f"{line['accuracy']:.1%} at mask rate {rate:.0%}"
+        for rate in run.mask_rates
+        if (line := run.at(run.step, "mlm", rate)) is not None and line["accuracy"] is not None
+    ]
+    text = f"Held-out MLM accuracy at step {run.step:,}: {', '.join(accuracies)}." if accuracies else ""
+    step = run.trained_until("clm")
+    line = run.at(step, "clm") if step is not None else None
+    if line is not None and line["bits_per_byte"] is not None:
+        text += f" CLM where its phase ends: {line['bits_per_byte']:.3f} bits a byte."
+    return text.strip() or "MLM accuracy was not measured yet."
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs at one mask rate. chance: two standard errors of the difference of the accuracies.
+
+    The errors of the two are taken as independent; both answer for the same targets, so it is a cautious figure.
+    """
+
+    mask_rate: float
+    run: Line
+    baseline: Line
+
+    @property
+    def gain(self) -> float:
+        return self.run["accuracy"] - self.baseline["accuracy"]
+
+    @property
+    def chance(self) -> float:
+        parts = [line["accuracy"] * (1 - line["accuracy"]) / line["targets"] for line in (self.run, self.baseline)]
+        return 2 * math.sqrt(sum(parts))
+
+
+def pairs(run: Record, baseline: Record) -> list[Pair]:
+    """What both runs measured of MLM, at the last step that both have reached."""
+    step = min(run.step, baseline.step)
+    found = []
+    for rate in run.mask_rates:
+        mine, theirs = run.at(step, "mlm", rate), baseline.at(step, "mlm", rate)
+        if mine and theirs and mine["loss"] is not None and theirs["loss"] is not None:
+            found.append(Pair(rate, mine, theirs))
+    return found
+
+
+def comparison_finding(run: Record, baseline: Record) -> str:
+    """Whether the run's MLM accuracy beats the baseline's, rate by rate; in plain words where it does not."""
+    found = pairs(run, baseline)
+    if not found:
+        return f"{run.name} and {baseline.name} have measured MLM at no common mask rate: nothing to compare."
+    if all(pair.gain > pair.chance for pair in found):
+        verdict = "beats"
+    elif all(pair.gain < -pair.chance for pair in found):
+        verdict = "does NOT beat, and is worse than,"
+    else:
+        verdict = "does NOT clearly beat"
+    listed = ", ".join(
+        f"{pair.run['accuracy']:.1%} against {pair.baseline['accuracy']:.1%} at mask rate {pair.mask_rate:.0%}"
+        for pair in found
+    )
+    alone = " (MLM alone)" if {p.objective for p in baseline.phases} == {"mlm"} else ""
+    steps = f"after {min(run.step, baseline.step):,} steps"
+    return f"Held-out MLM accuracy of {run.name} {verdict} that of {baseline.name}{alone} {steps}: {listed}."
+
+
+def unlike(run: Record, baseline: Record) -> list[str]:
+    """Settings, other than the phases, in which two runs differ."""
+    lines = differences(baseline.config, run.config)
+    return [line for line in lines if not line.startswith(OWN_KEYS)]
+
+
+def cost_finding(run: Record) -> str:
+    cost = cost_of(run)
+    if cost is None:
+        return "Nothing was trained yet."
+    text = (
+        f"{cost.tokens:,} tokens in {duration(cost.seconds)} of training steps: {cost.tokens_per_second:,.0f} a second"
+    )
+    if cost.mfu is not None:
+        text += f", MFU {cost.mfu:.1%}"
+    return f"{text}, {cost.data_wait:.1%} of the time waiting for data."
+
+
+@dataclass(frozen=True)
+class Cost:
+    """tokens: real ones. seconds: in training steps alone. The rates are medians over the lines."""
+
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    data_wait: float
+
+
+def cost_of(run: Record, phase: int | None = None) -> Cost | None:
+    """What a run, or a phase of it, cost. Where not every step has a line, the lines stand for the others."""
+    lines = [line for line in run.train if phase in (None, line["phase"]) and line["tokens_per_second"]]
+    if not lines:
+        return None
+    steps_a_line = run.config.get("log", {}).get("every", 1)
+    mfu = [line["mfu"] for line in lines if line["mfu"] is not None]
+    seconds = [line["tokens"] / line["tokens_per_second"] for line in lines]
+    return Cost(
+        tokens=steps_a_line * sum(line["tokens"] for line in lines),
+        seconds=steps_a_line * sum(seconds),
+        tokens_per_second=median(line["tokens_per_second"] for line in lines),
+        mfu=median(mfu) if mfu else None,
+        data_wait=sum(w * line["data_wait"] for w, line in zip(seconds, lines, strict=True)) / sum(seconds),
+    )
+
+
+def duration(seconds: float) -> str:
+    """As a person says it: 41 s, 3 min 20 s, 5 h 12 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def last_mean(values: list[float], count: int = 20) -> float:
+    """The mean of the last few values: a single batch says little."""
+    return mean(values[-count:])
