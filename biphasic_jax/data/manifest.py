@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,9 +134,20 @@ def read_manifest(folder: str) -> Manifest:
     return manifest
 
 
+def temporary_name(path: str) -> str:
+    """A name beside `path` that no other process uses; what a kill leaves under it is swept by its ending."""
+    return f"{path}.{uuid.uuid4().hex[:12]}.tmp"
+
+
+def cannot_write(path: str, error: Exception) -> UserError:
+    """The error of a full or read-only disk."""
+    reason = getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
+    return UserError(f"{path}: cannot be written ({reason}); make room, and the same command takes up from here")
+
+
 def write_whole(path: str, content: bytes) -> None:
     """Writes a file so that nobody ever sees half of it, whatever is killed and whoever else writes it."""
-    temporary = f"{path}.{os.getpid()}.tmp"
+    temporary = temporary_name(path)
     try:
         with open(temporary, "wb") as file:
             file.write(content)
@@ -145,4 +157,4 @@ def write_whole(path: str, content: bytes) -> None:
     except OSError as error:
         if os.path.exists(temporary):
             os.remove(temporary)
-        raise UserError(f"{path}: cannot be written: {error.strerror}; free some space and run it again") from error
+        raise cannot_write(path, error) from error

@@ -7,13 +7,14 @@ Records are neither grouped nor compressed: rows are read in random order, and 2
 
 import os
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from biphasic_jax.data.manifest import Manifest, Shard, read_manifest
+from biphasic_jax.data.manifest import Manifest, Shard, cannot_write, read_manifest, temporary_name
 from biphasic_jax.errors import UserError
 
 # One row a chunk, so that a random read fetches one row; no thread pool, so that reading survives a fork.
@@ -42,27 +43,39 @@ def decode_row(record: bytes, wide: bool) -> tuple[np.ndarray, np.ndarray]:
 
 
 class ShardWriter:
-    """Writes rows to `path`: into a temporary file that `close` puts in its place, or `abandon` removes."""
+    """Writes rows to `path`: into a temporary file that `close` puts in its place, or `abandon` removes.
+
+    A full disk is a `UserError` that leaves nothing behind.
+    """
 
     def __init__(self, path: str, wide: bool):
         self.path, self.wide = path, wide
         self.rows, self.crc = 0, 0
-        self._temporary = f"{path}.{os.getpid()}.tmp"
-        self._writer = ArrayRecordWriter(self._temporary, WRITER_OPTIONS)
+        self._temporary = temporary_name(path)
+        self._writer = self._attempt(lambda: ArrayRecordWriter(self._temporary, WRITER_OPTIONS))
 
     def write(self, tokens_N: np.ndarray, lengths_S: np.ndarray) -> None:
         record = encode_row(tokens_N, lengths_S, self.wide)
-        self._writer.write(record)
+        self._attempt(lambda: self._writer.write(record))
         self.crc = zlib.crc32(record, self.crc)
         self.rows += 1
 
     def close(self) -> Shard:
+        self._attempt(self._publish)
+        return Shard(os.path.basename(self.path), self.rows, os.path.getsize(self.path), self.crc)
+
+    def _publish(self) -> None:
         self._writer.close()
         with open(self._temporary, "rb") as file:
             os.fsync(file.fileno())
-        size = os.path.getsize(self._temporary)
         os.replace(self._temporary, self.path)
-        return Shard(os.path.basename(self.path), self.rows, size, self.crc)
+
+    def _attempt(self, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except (OSError, RuntimeError, ValueError) as error:  # the C++ writer's are RuntimeErrors
+            self.abandon()
+            raise cannot_write(self.path, error) from error
 
     def abandon(self) -> None:
         if os.path.exists(self._temporary):
