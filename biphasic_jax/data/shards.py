@@ -123,11 +123,11 @@ class Rows:
         for span in self._spans:
             path = os.path.join(folder, span.shard.file)
             if not os.path.isfile(path):
-                raise UserError(f"{path}: this shard is missing; delete manifest.json and run `prepare` again")
+                raise UserError(f"{path}: this shard is missing; run the same `prepare` again")
             if os.path.getsize(path) != span.shard.bytes:
                 raise UserError(
                     f"{path}: {os.path.getsize(path)} bytes where the manifest says {span.shard.bytes}: the shard was "
-                    f"cut short or changed, so its last records are lost; delete it and run `prepare` again"
+                    f"cut short or changed, so its last records are lost; run the same `prepare` again"
                 )
 
     def __len__(self) -> int:
@@ -186,8 +186,8 @@ class Rows:
             reader = ArrayRecordReader(path, READER_OPTIONS)
             if reader.num_records() != span.shard.rows:
                 raise UserError(
-                    f"{path}: {reader.num_records()} records where the manifest says {span.shard.rows}; "
-                    f"delete it and run `prepare` again"
+                    f"{path}: its index is damaged, it has {reader.num_records()} records where the manifest says "
+                    f"{span.shard.rows}; delete this file and run `prepare` again"
                 )
             self._readers[number] = reader
         return self._readers[number]

@@ -129,9 +129,15 @@ def resolve_roles(tokenizer: Tokenizer, declared: Mapping[str, str | int], mask:
             raise UserError(f"--mask-token={mask}: the tokenizer has no such token{hint}; or give `add`")
         tokenizer.add_special_tokens([AddedToken(mask, special=True, normalized=False)])
     elif mask == "add" or ids["mask"] is None:
-        name, existed = SPECIALS[2], tokenizer.token_to_id(SPECIALS[2]) is not None
+        name, before = SPECIALS[2], tokenizer.get_vocab()
         tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False)])
-        ids["mask"], how = tokenizer.token_to_id(name), "known" if existed else "added"
+        ids["mask"], how = tokenizer.token_to_id(name), "known" if name in before else "added"
+        taken = [token for token, number in before.items() if number == ids["mask"] and token != name]
+        if taken:
+            raise UserError(
+                f"the tokenizer's ids have gaps, and an added mask would get id {ids['mask']}, which is already "
+                f"{taken[0]!r}; name one of its tokens with --mask-token"
+            )
     eos, pad, mask_id = ids["eos"], ids["pad"], ids["mask"]
     assert eos is not None
     assert mask_id is not None
