@@ -89,7 +89,7 @@ def collate(examples: Examples, rows: RowBatch, room: int | None, groups: int) -
     weights_GxP = np.zeros((groups, room), np.float32)
     overflow_G = np.zeros(groups, np.int32)
     for g in range(groups):
-        where = np.flatnonzero(weights_GxM[g])
+        where = np.flatnonzero(weights_GxM[g] != 0)
         overflow_G[g] = max(0, len(where) - room)
         where = where[:room]
         predict_GxP[g, : len(where)] = where
@@ -101,3 +101,14 @@ def collate(examples: Examples, rows: RowBatch, room: int | None, groups: int) -
         "weights": weights_GxP,
         "counts/overflow": overflow_G,
     }
+
+
+def documents_of(segments_BxL: np.ndarray, target_BxL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(documents_B, without_B) int32: segments of each row, and those in which `target_BxL` is nowhere true."""
+    rows, most = len(segments_BxL), int(segments_BxL.max(initial=0)) + 1
+    place_BxL = segments_BxL + most * np.arange(rows)[:, None]
+    found_2xBxS = np.zeros((2, rows, most), bool)
+    found_2xBxS[0].ravel()[place_BxL.ravel()] = True
+    found_2xBxS[1].ravel()[place_BxL.ravel()[np.flatnonzero(target_BxL)]] = True
+    documents_B, with_B = np.count_nonzero(found_2xBxS[:, :, 1:], axis=2).astype(np.int32)
+    return documents_B, documents_B - with_B
