@@ -18,12 +18,14 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from ml_collections import ConfigDict
 from tokenizers import Tokenizer
 
 from biphasic_jax.config import to_dict
 from biphasic_jax.data.tokenizer import Roles, make_vocabulary
 from biphasic_jax.data.vocabulary import Vocabulary
 from biphasic_jax.errors import UserError
+from biphasic_jax.model.presets import PAPER_VOCABULARY, preset
 from biphasic_jax.model.transformer import ModelConfig, Transformer
 from biphasic_jax.train.state import TrainState, flatten, unflatten
 
@@ -106,6 +108,22 @@ def load(path: str) -> tuple[Transformer, dict[str, Any], Tokenizer]:
     model = read_model(read_meta(folder))
     params = jax.eval_shape(lambda: model.init_params(0))
     return model, read_params(folder, _on_one_device(params)), read_tokenizer(folder)
+
+
+def build(config: ConfigDict | str, vocab_size: int = 0, seed: int = 0) -> tuple[Transformer, dict[str, Any]]:
+    """(model, params) with random weights, of a config or of a size by name ("tiny", "210m", "610m", "1b").
+
+    vocab_size: 0 for the config's own, or, of a size by name, the paper's.
+    """
+    if isinstance(config, str):
+        settings, size, z_loss = preset(config), PAPER_VOCABULARY, 0.0
+    else:
+        settings, z_loss = to_dict(config.model), config.loss.z_loss
+        size = config.model.vocab_size or (0 if config.data.tokenizer else config.data.vocab_size)
+    if not (size := vocab_size or size):
+        raise UserError("build: give vocab_size, since this config takes it from a tokenizer")
+    model = Transformer(ModelConfig.from_config(settings, size, z_loss))
+    return model, jax.jit(model.init_params)(seed)
 
 
 def read_params(folder: str, like: Any) -> Any:

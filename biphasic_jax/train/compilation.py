@@ -1,0 +1,18 @@
+"""Compiled programs are kept on disk, so that a second start of the same shapes does not compile again."""
+
+import os
+
+import jax
+
+
+def cache_folder() -> str:
+    """$BIPHASIC_CACHE/xla, or ~/.cache/biphasic_jax/xla."""
+    root = os.environ.get("BIPHASIC_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "biphasic_jax")
+    return os.path.join(root, "xla")
+
+
+def enable_compilation_cache() -> None:
+    """For this process; a cache that the user set for JAX itself stays."""
+    if jax.config.read("jax_compilation_cache_dir") is None:
+        jax.config.update("jax_compilation_cache_dir", cache_folder())
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
