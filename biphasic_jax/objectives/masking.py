@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from biphasic_jax.objectives.objective import segment_starts
+
 
 def uniform(generators: Sequence[np.random.Generator], length: int, dtype: type = np.float32) -> np.ndarray:
     """Uniform draws of [0, 1), (B, length) float32 or float64: row b from the b-th generator."""
@@ -22,13 +24,6 @@ def uniform(generators: Sequence[np.random.Generator], length: int, dtype: type 
 def ordinary_positions(tokens_BxL: np.ndarray, segments_BxL: np.ndarray, special_V: np.ndarray) -> np.ndarray:
     """Where a real token that is not special stands, (B, L) bool."""
     return (segments_BxL > 0) & ~special_V.take(tokens_BxL)
-
-
-def segment_starts(segments_BxL: np.ndarray) -> np.ndarray:
-    """Where a segment, or padding, begins, (B, L) bool."""
-    starts_BxL = np.ones(segments_BxL.shape, bool)
-    np.not_equal(segments_BxL[:, 1:], segments_BxL[:, :-1], out=starts_BxL[:, 1:])
-    return starts_BxL
 
 
 def word_heads(

@@ -11,7 +11,7 @@ from biphasic_jax.data.rows import RowBatch
 from biphasic_jax.data.vocabulary import Vocabulary
 from biphasic_jax.errors import UserError
 from biphasic_jax.objectives import masking
-from biphasic_jax.objectives.objective import Examples, Objective, documents_of
+from biphasic_jax.objectives.objective import Examples, Objective, documents_of, segment_starts
 from biphasic_jax.objectives.rate import check_rate, rate_at, rates_of
 
 SELECTIONS = ("tokens", "words", "spans")
@@ -108,7 +108,7 @@ class Mlm(Objective):
         tokens_BxL, segments_BxL = rows.tokens_BxL, rows.segments_BxL
         selection, exact = self.settings["selection"], self.settings["counting"] == "exact"
         allowed_BxL = masking.ordinary_positions(tokens_BxL, segments_BxL, self.vocabulary.special_V)
-        usable_BxL = ~masking.segment_starts(segments_BxL) if self.settings["shifted"] else None
+        usable_BxL = ~segment_starts(segments_BxL) if self.settings["shifted"] else None
         if selection == "words":
             heads_BxL, head_BxL = masking.word_heads(
                 tokens_BxL, segments_BxL, allowed_BxL, self.vocabulary.word_start_V

@@ -105,10 +105,17 @@ def collate(examples: Examples, rows: RowBatch, room: int | None, groups: int) -
 
 def documents_of(segments_BxL: np.ndarray, target_BxL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(documents_B, without_B) int32: segments of each row, and those in which `target_BxL` is nowhere true."""
-    rows, most = len(segments_BxL), int(segments_BxL.max(initial=0)) + 1
-    place_BxL = segments_BxL + most * np.arange(rows)[:, None]
-    found_2xBxS = np.zeros((2, rows, most), bool)
-    found_2xBxS[0].ravel()[place_BxL.ravel()] = True
-    found_2xBxS[1].ravel()[place_BxL.ravel()[np.flatnonzero(target_BxL)]] = True
-    documents_B, with_B = np.count_nonzero(found_2xBxS[:, :, 1:], axis=2).astype(np.int32)
-    return documents_B, documents_B - with_B
+    rows, length = segments_BxL.shape
+    start_N = np.flatnonzero(segment_starts(segments_BxL))
+    row_N, document_N = start_N // length, segments_BxL.ravel()[start_N] > 0
+    with_target_N = np.maximum.reduceat(target_BxL.ravel(), start_N)
+    documents_B = np.bincount(row_N[document_N], minlength=rows)
+    without_B = np.bincount(row_N[document_N & ~with_target_N], minlength=rows)
+    return documents_B.astype(np.int32), without_B.astype(np.int32)
+
+
+def segment_starts(segments_BxL: np.ndarray) -> np.ndarray:
+    """Where a segment, or padding, begins, (B, L) bool."""
+    starts_BxL = np.ones(segments_BxL.shape, bool)
+    np.not_equal(segments_BxL[:, 1:], segments_BxL[:, :-1], out=starts_BxL[:, 1:])
+    return starts_BxL
