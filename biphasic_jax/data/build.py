@@ -46,6 +46,7 @@ from biphasic_jax.data.tokenizer import (
 from biphasic_jax.errors import UserError
 
 SETTINGS = "prepare.json"
+LOCK = ".lock"
 TOKENIZER_FACTS = "tokenizer_facts.json"
 # Text from which a tokenizer is trained at most, taken from the beginning of every unit alike.
 TRAINING_TEXT = 256 << 20
@@ -90,7 +91,7 @@ def describe(settings: Settings) -> tuple[dict[str, Any], list[Spec], list[list[
 def build_rows(settings: Settings, out: str, workers: int) -> tuple[Manifest, bool]:
     """The manifest of `out`, where the rows are complete on return, and whether they already were."""
     facts, specs, files = describe(settings)
-    _claim(out, facts)
+    _claim(out)
     with _lock(out):
         complete = os.path.isfile(os.path.join(out, MANIFEST))
         _compare(out, facts, complete)
@@ -131,23 +132,26 @@ def build_rows(settings: Settings, out: str, workers: int) -> tuple[Manifest, bo
         return manifest, False
 
 
-def _claim(out: str, facts: dict[str, Any]) -> None:
+def _claim(out: str) -> None:
     """Makes `out` ours, or raises: a folder with other things in it is not touched."""
     if os.path.exists(out) and not os.path.isdir(out):
         raise UserError(f"--out={out}: it is a file; give a folder")
-    if os.path.isdir(out) and os.listdir(out) and not os.path.isfile(os.path.join(out, SETTINGS)):
-        raise UserError(f"--out={out}: the folder holds other things and no {SETTINGS}; give an empty or a new one")
+    if os.path.isdir(out) and not os.path.isfile(os.path.join(out, SETTINGS)):
+        # What a kill before the settings were in place leaves is ours too.
+        others = [name for name in os.listdir(out) if name != LOCK and not name.startswith(f"{SETTINGS}.")]
+        if others:
+            raise UserError(f"--out={out}: the folder holds other things and no {SETTINGS}; give an empty or a new one")
     try:
         os.makedirs(out, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out={out}: cannot be made ({error.strerror})") from error
-    if not os.path.isfile(os.path.join(out, SETTINGS)):
-        write_whole(os.path.join(out, SETTINGS), json.dumps(facts, indent=2).encode())
 
 
 def _compare(out: str, facts: dict[str, Any], complete: bool) -> None:
-    """Raises where `out` was begun with other settings; an unfinished one may go on with mended input files."""
+    """Writes the settings; raises where `out` was begun with others. Unfinished rows may go on with mended input."""
     path = os.path.join(out, SETTINGS)
+    if not os.path.isfile(path):
+        write_whole(path, json.dumps(facts, indent=2).encode())
     try:
         with open(path, encoding="utf-8") as file:
             old = json.load(file)
@@ -168,7 +172,7 @@ def _compare(out: str, facts: dict[str, Any], complete: bool) -> None:
 @contextlib.contextmanager
 def _lock(out: str) -> Iterator[None]:
     """Holds `out` for this process; the system lets go of it when the process ends, however it ends."""
-    with open(os.path.join(out, ".lock"), "wb") as file:
+    with open(os.path.join(out, LOCK), "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
