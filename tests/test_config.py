@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 
@@ -72,7 +73,7 @@ def test_e10_every_key_is_read_somewhere():
         ("batch.accumulation=3", "multiple of batch.accumulation"),
         ("data.segments=sentences", "documents, random_split, row"),
         ("schedule.warmup=4000", "more than the plan's 160 steps"),
-        ("phases[0].objective=cml", "did you mean 'clm'"),
+        ("phases[0].objective=cml", "or 'clm'"),
         ("phases[1].mask_rate=1.5", "mask_rate"),
         ("model.head_size=15", "even"),
         ("evaluation.mask_rates=()", "at least one rate"),
@@ -82,7 +83,7 @@ def test_e10_every_key_is_read_somewhere():
     ],
 )
 def test_each_broken_rule_names_the_value_and_the_mend(override, message):
-    with pytest.raises(UserError, match=message.replace("[", r"\[")):
+    with pytest.raises(UserError, match=re.escape(message)):
         loaded(override)
 
 
