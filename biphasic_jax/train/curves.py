@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
@@ -14,7 +15,7 @@ from biphasic_jax.train.record import Record, smooth
 
 CLM, GREY = "#2b6cb0", "#6b7280"
 MLM = ("#c2410c", "#ea9a3e", "#7c2d12", "#f0b97d")  # one shade a mask rate
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -33,20 +34,24 @@ def draw_losses(record: Record, path: str) -> None:
     """Both held-out losses over all phases, against the unigram entropy."""
     with _figure(path) as figure:
         axes = figure.subplots()
-        tops = []
+        firsts, highest = [], {}
         for label, colour, objective, rate in _measures(record):
             lines = record.measured(objective, rate)
-            values = [line["loss"] for line in lines]
-            tops.append(values[0])
+            values = np.array([line["loss"] for line in lines], float)  # what is no number leaves a gap
             _line(axes, [line["step"] for line in lines], values, colour, label)
+            finite = values[np.isfinite(values)]
+            firsts += finite[:1].tolist()
+            highest[label] = finite.max(initial=0.0)
         if record.entropy is not None:
             axes.axhline(record.entropy, color=GREY, linestyle="--", linewidth=1.2, label="unigram entropy")
-            tops.append(record.entropy)
-        # An objective that is not being trained may rise without limit: it must not flatten the rest.
-        top = 1.12 * max(tops)
-        if axes.get_ylim()[1] > top:
-            axes.set_ylim(top=top)
+            firsts.append(record.entropy)
         _frame(axes, record, "Held-out loss", "nats a token")
+        # An objective that is not being trained may rise without limit: it must not flatten the rest.
+        top = 1.12 * max(firsts, default=1.0)
+        above = [f"{label} goes up to {value:.1f}" for label, value in highest.items() if value > top]
+        if above:
+            axes.set_ylim(top=top)
+            axes.set_xlabel(f"step   (cut at {top:.1f}: {', '.join(above)})")
 
 
 def draw_accuracy(record: Record, path: str) -> None:
@@ -70,11 +75,13 @@ def draw_training(record: Record, path: str) -> None:
             lines = [line for line in record.train if line["phase"] == phase and line["loss"] is not None]
             if not lines:
                 continue
-            steps, values = [line["step"] for line in lines], [line["loss"] for line in lines]
+            at, values = [line["step"] for line in lines], [line["loss"] for line in lines]
             colour = CLM if record.phases[phase].objective == "clm" else MLM[0]
-            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
-            axes.plot(steps, smooth(values, window), color=colour, label=record.phases[phase].label)
-        _frame(axes, record, f"Training loss, with the mean of the last {window} lines", "nats a target")
+            axes.plot(at, values, color=colour, alpha=0.25, linewidth=0.8)
+            axes.plot(at, smooth(values, window), color=colour)
+        steps = window * record.config["log"]["every"]
+        title = f"Training loss, and its mean over {steps} steps" if window > 1 else "Training loss"
+        _frame(axes, record, title, "nats a target", legend=False)
 
 
 def draw_schedule(record: Record, path: str) -> None:
@@ -116,7 +123,7 @@ def _measures(record: Record) -> list[tuple[str, str, str, float | None]]:
     return found
 
 
-def _line(axes: Axes, steps: Sequence[int], values: Sequence[float], colour: str, label: str) -> None:
+def _line(axes: Axes, steps: Sequence[int], values: Any, colour: str, label: str) -> None:
     axes.plot(steps, values, color=colour, marker="o", markersize=2.5, label=label)
 
 

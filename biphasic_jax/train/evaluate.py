@@ -141,10 +141,10 @@ def _measure(evaluator: Evaluator, opened: Opened, quiet: bool) -> list[dict[str
 
 
 def _show(found: dict[str, Any]) -> None:
-    console = Console(soft_wrap=True)
-    console.print(f"{found['checkpoint']}: step {found['step']:,}, phase {found['phase']}", highlight=False)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{found['checkpoint']}: step {found['step']:,}, phase {found['phase']}")
     if "measures" in found:
-        console.print(f"{found['row_count']:,} {found['split']} rows of {found['rows']}", highlight=False)
+        console.print(f"{found['row_count']:,} {found['split']} rows of {found['rows']}")
         table = _table("objective", "mask rate", "loss (nats)", "perplexity", "accuracy", "bits a byte", "targets")
         for line in found["measures"]:
             table.add_row(
@@ -162,7 +162,6 @@ def _show(found: dict[str, Any]) -> None:
         console.print(
             f"pseudo-perplexity {pll['pseudo_perplexity']:,.2f} over {pll['tokens']:,} tokens in {pll['segments']:,} "
             f"segments of {pll['rows']:,} rows (pseudo-log-likelihood {pll['pll']:,.1f} nats)",
-            highlight=False,
         )
     if "sentences" in found:
         table = _table("sentence", "tokens", "PLL (nats)", "pseudo-perplexity")

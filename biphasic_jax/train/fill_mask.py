@@ -76,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
     for rank in zip(*masks, strict=True):
         cells = ((f"{candidate.probability:.2%}", repr(candidate.text)) for candidate in rank)
         table.add_row(*(cell for pair in cells for cell in pair))
-    Console(soft_wrap=True).print(table, markup=False, highlight=False)
+    Console(markup=False, highlight=False, soft_wrap=True).print(table)  # tokens may look like markup
     return 0
 
 
@@ -87,6 +87,7 @@ def encode_masked(tokenizer: Tokenizer, vocabulary: Vocabulary, text: str) -> li
     as it does in training.
     """
     own = tokenizer.id_to_token(vocabulary.mask)
+    assert own is not None
     masked = re.sub(rf" ?(?:{re.escape(MARK)}|{re.escape(own)})", lambda _: own, text)
     literal = tokenizer.encode_special_tokens
     try:

@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import mean
+
+import numpy as np
 
 from biphasic_jax.config import differences
 from biphasic_jax.train.record import Line, Record
@@ -28,13 +30,17 @@ def loss_finding(run: Record) -> str:
         return "No held-out loss was measured in a phase that trains it yet."
     listed = ", ".join(f"{name} {line['loss']:.3f} (step {line['step']:,})" for name, line in ends.items())
     text = f"Held-out loss where its phase ends, in nats a token: {listed}."
-    if run.entropy is None:
-        return text
-    above = [name for name, line in ends.items() if line["loss"] >= run.entropy]
-    entropy = f"the unigram entropy of the held-out text, {run.entropy:.3f}"
-    if above:
-        return f"{text} NOT below {entropy}: {', '.join(above)}."
-    return f"{text} {('It ends', 'Both end', 'All end')[min(len(ends), 3) - 1]} below {entropy}."
+    if run.entropy is not None:
+        above = [name for name, line in ends.items() if line["loss"] >= run.entropy]
+        entropy = f"the unigram entropy of the held-out text, {run.entropy:.3f}"
+        if above:
+            text += f" NOT below {entropy}: {', '.join(above)}."
+        else:
+            text += f" {('It ends', 'Both end', 'All end')[min(len(ends), 3) - 1]} below {entropy}."
+    last = run.at(run.step, "clm")
+    if "CLM" in ends and last is not None and last["step"] > ends["CLM"]["step"] and last["loss"] is not None:
+        text += f" CLM stands at {last['loss']:.3f} at step {last['step']:,}, after the phases that do not train it."
+    return text
 
 
 def final_lines(run: Record) -> dict[str, Line]:
@@ -139,24 +145,26 @@ class Cost:
     tokens: int
     seconds: float
     tokens_per_second: float
-    mfu: float | None
+    mfu: float
     data_wait: float
 
 
 def cost_of(run: Record, phase: int | None = None) -> Cost | None:
-    """What a run, or a phase of it, cost. Where not every step has a line, the lines stand for the others."""
-    lines = [line for line in run.train if phase in (None, line["phase"]) and line["tokens_per_second"]]
-    if not lines:
+    """What a run, or a phase of it, cost. Where not every step has a line, a line stands for those before it."""
+    read_M = np.diff([0, *(line["tokens_total"] for line in run.train)])
+    chosen = [m for m, line in enumerate(run.train) if phase in (None, line["phase"])]
+    if not chosen:
         return None
-    steps_a_line = run.config.get("log", {}).get("every", 1)
-    mfu = [line["mfu"] for line in lines if line["mfu"] is not None]
-    seconds = [line["tokens"] / line["tokens_per_second"] for line in lines]
+    rate_M, mfu_M, wait_M = (
+        np.array([line[key] for line in run.train]) for key in ("tokens_per_second", "mfu", "data_wait")
+    )
+    seconds_M = read_M / rate_M
     return Cost(
-        tokens=steps_a_line * sum(line["tokens"] for line in lines),
-        seconds=steps_a_line * sum(seconds),
-        tokens_per_second=median(line["tokens_per_second"] for line in lines),
-        mfu=median(mfu) if mfu else None,
-        data_wait=sum(w * line["data_wait"] for w, line in zip(seconds, lines, strict=True)) / sum(seconds),
+        tokens=int(read_M[chosen].sum()),
+        seconds=float(seconds_M[chosen].sum()),
+        tokens_per_second=float(np.median(rate_M[chosen])),
+        mfu=float(np.median(mfu_M[chosen])),
+        data_wait=float(np.average(wait_M[chosen], weights=seconds_M[chosen])),
     )
 
 
