@@ -1,0 +1,1 @@
+"""How fast this code is on this machine, and against what."""
