@@ -148,7 +148,7 @@ def _claim(out: str) -> None:
 
 
 def _compare(out: str, facts: dict[str, Any], complete: bool) -> None:
-    """Writes the settings; raises where `out` was begun with others. Unfinished rows may go on with mended input."""
+    """Writes the settings; raises where rows were made with others. Unfinished rows may go on with mended input."""
     path = os.path.join(out, SETTINGS)
     if not os.path.isfile(path):
         write_whole(path, json.dumps(facts, indent=2).encode())
@@ -157,8 +157,9 @@ def _compare(out: str, facts: dict[str, Any], complete: bool) -> None:
             old = json.load(file)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error}); give another --out, or delete this folder") from error
+    begun = any(name.startswith("unit-") for name in os.listdir(out))
     pair = [old, facts] if complete else [{k: v for k, v in x.items() if k != "files"} for x in (old, facts)]
-    changed = differences(pair[0], pair[1])
+    changed = differences(pair[0], pair[1]) if complete or begun else []
     if changed:
         more = f"; and {len(changed) - 4} more" if len(changed) > 4 else ""
         raise UserError(

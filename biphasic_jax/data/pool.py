@@ -103,14 +103,14 @@ class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
         seconds = task.elapsed or 0.0
         rate = task.fields["tokens"] / seconds if seconds else 0.0
-        return Text(f"{task.fields['documents']:,} documents  {rate:,.0f} tokens/s")
+        return Text(f"{task.fields['documents']:,} documents  {rate / 1e6:.2f} M tokens/s", no_wrap=True)
 
 
 class _Display:
     """A progress bar in estimated bytes of text; a unit never counts for more than its estimate."""
 
     def __init__(self, pending_bytes: int, finished_bytes: int):
-        columns = (TextColumn("{task.description}"), BarColumn(), _Rate(), TimeRemainingColumn(compact=True))
+        columns = (TextColumn("{task.description}"), BarColumn(24), _Rate(), TimeRemainingColumn(compact=True))
         self._progress = Progress(*columns, console=Console(stderr=True))
         self._task = self._progress.add_task(
             "packing", total=pending_bytes + finished_bytes, completed=finished_bytes, documents=0, tokens=0

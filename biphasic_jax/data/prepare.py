@@ -9,8 +9,6 @@ import sys
 from typing import Any
 
 from ml_collections import ConfigDict
-from rich.console import Console
-from rich.table import Table
 
 from biphasic_jax.config import SEGMENT_POLICIES
 from biphasic_jax.data.build import Settings, build_rows, describe
@@ -85,37 +83,30 @@ def available_cores() -> int:
 
 def print_summary(manifest: Manifest) -> None:
     """Where every token went, and how the tokenizer fits, as a table on stdout."""
-    a, length = manifest.accounting, manifest.row_length
-    train = sum(shard.rows for source in manifest.sources for shard in source.train)
-    held = manifest.validation["rows"]
-    train -= sum(source.held_out for source in manifest.sources)
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(justify="left")
-    table.add_column(justify="right")
-    table.add_column(justify="left")
+    a, vocabulary, fits = manifest.accounting, manifest.vocabulary, manifest.fertility
+    rows = [sum(shard.rows for shard in source.train) - source.held_out for source in manifest.sources]
+    if len(rows) > 1:
+        for source, count in zip(manifest.sources, rows, strict=True):
+            weight = f", weight {source.weight:g}" if source.weight else ""
+            print_line("", f"{count:,}", f"training rows of {source.name}{weight}")
+    print_line("documents", f"{a.documents:,}", f"{a.bytes / 1e6:,.1f} MB of text")
+    print_line("tokens in", f"{a.tokens_in:,}", "the end-of-document token of each included")
+    print_line("tokens packed", f"{a.tokens_packed:,}")
+    print_line("tokens dropped", f"{a.tokens_dropped:,}")
+    print_line(
+        "padding", f"{a.padding:,}", f"rows are {100 * a.tokens_packed / (a.tokens_packed + a.padding):.2f} % full"
+    )
+    print_line("training rows", f"{sum(rows):,}", f"of {manifest.row_length:,} tokens, segments: {manifest.segments}")
+    print_line("validation rows", f"{manifest.validation['rows']:,}", f"cut by {manifest.validation['cut']}")
+    print_line("vocabulary", f"{vocabulary['size']:,}", f"mask id {vocabulary['mask']} ({vocabulary['mask_how']})")
+    if fits:
+        print_line("tokens per word", f"{fits['tokens_per_word']:.3f}", f"on {fits['measured_on']} text")
+        print_line("bytes per token", f"{fits['bytes_per_token']:.3f}")
+        print_line("words kept whole", f"{100 * fits['whole_words']:.1f} %")
 
-    def line(name: str, value: str, note: str = "") -> None:
-        table.add_row(name, value, note)
 
-    for source in manifest.sources:
-        rows = sum(shard.rows for shard in source.train) - source.held_out
-        line(source.name, f"{rows:,}", "training rows" + (f", weight {source.weight:g}" if source.weight else ""))
-    line("documents", f"{a.documents:,}", f"{a.bytes / 1e6:,.1f} MB of text")
-    line("tokens in", f"{a.tokens_in:,}", "end-of-document tokens included")
-    line("tokens packed", f"{a.tokens_packed:,}")
-    line("tokens dropped", f"{a.tokens_dropped:,}")
-    line("padding", f"{a.padding:,}", f"rows are {100 * a.tokens_packed / (a.tokens_packed + a.padding):.2f} % full")
-    line("training rows", f"{train:,}", f"of {length:,} tokens, segments by {manifest.segments}")
-    line("validation rows", f"{held:,}", f"cut by {manifest.validation['cut']}")
-    vocabulary = manifest.vocabulary
-    line("vocabulary", f"{vocabulary['size']:,}", f"mask id {vocabulary['mask']} ({vocabulary['mask_how']})")
-    if manifest.fertility:
-        f = manifest.fertility
-        note = f"on {f['measured_on']} text"
-        line("tokens per word", f"{f['tokens_per_word']:.3f}", note)
-        line("bytes per token", f"{f['bytes_per_token']:.3f}", note)
-        line("words kept whole", f"{100 * f['whole_words']:.1f} %", note)
-    Console(soft_wrap=True).print(table)
+def print_line(name: str, value: str, note: str = "") -> None:
+    print(f"{name:<17}{value:>15}  {note}".rstrip())
 
 
 def ensure_rows(config: ConfigDict) -> str:

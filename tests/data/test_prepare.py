@@ -1,5 +1,6 @@
 """`prepare` as users run it: accounting, kills, several workers, full disks, folders that are not its own."""
 
+import dataclasses
 import json
 import os
 import re
@@ -239,6 +240,14 @@ def test_a_mended_input_is_taken_up(tmp_path):
     manifest, already = build_rows(settings, str(tmp_path / "rows"), 1)
     assert not already
     assert manifest.accounting.documents == 20
+
+
+def test_a_command_that_failed_at_once_may_be_mended(tmp_path):
+    """No row was made, so nothing binds the folder to the first settings."""
+    settings = small(tmp_path, [f"good {i}" for i in range(20)])
+    with pytest.raises(UserError, match="no key 'body'"):
+        build_rows(dataclasses.replace(settings, text_key="body"), str(tmp_path / "rows"), 1)
+    build_rows(settings, str(tmp_path / "rows"), 1)
 
 
 def test_changed_input_under_complete_rows_is_an_error(tmp_path):
