@@ -17,7 +17,7 @@ from biphasic_jax.data.shards import Rows
 from biphasic_jax.data.tokenizer import vocabulary_of
 from biphasic_jax.data.vocabulary import Vocabulary
 from biphasic_jax.errors import UserError
-from biphasic_jax.plan import Phase, make_plan
+from biphasic_jax.plan import Phase, Plan, make_plan
 
 DESCRIPTION = """\
 Shows the rows of a run's batches: text, segments, what is hidden and what is to be predicted; then how full the rows
@@ -38,7 +38,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     add = parser.add_argument
     add("--config", required=True, metavar="FILE[:ARG]", help="a recipe, see configs/; any key by --config.KEY=VALUE")
-    add("--steps", default="0:1", metavar="A:B", help="the updates A to B, B excluded (0:1)")
+    add("--steps", default="", metavar="A:B", help="the updates A to B, B excluded (the first one)")
+    add("--start", type=int, default=0, metavar="K", help="step of the checkpoint that init.checkpoint goes on from "
+        "in full (0)")  # fmt: skip
     add("--format", choices=("text", "json"), default="text", help="for people, or an object a line (text)")
     add("--rows", type=int, default=4, help="rows of each step that text shows; 0: all (4)")
     add("--process", type=int, default=0, metavar="I", help="whose slice of each batch (0)")
@@ -85,14 +87,15 @@ def main(args: argparse.Namespace) -> int:
     from biphasic_jax.objectives import registry
 
     config = load_config(args.config, args.overrides, registry)
-    start, stop = parse_steps(args.steps, make_plan(config).end)
+    plan = make_plan(config, args.start)
+    start, stop = parse_steps(args.steps or str(plan.start), plan)
     if not 0 <= args.process < args.processes:
         raise UserError(f"--process={args.process} must be one of 0 to {args.processes - 1}; see --processes")
     if args.workers < 0 or args.rows < 0:
         raise UserError(f"--workers={args.workers} and --rows={args.rows} must be 0 or more")
     folder = ensure_rows(config)
     rows, vocabulary = Rows(folder, "train"), vocabulary_of(folder)
-    served = served_rows(rows, vocabulary, config, start, stop, args.process, args.processes, args.workers)
+    served = served_rows(rows, vocabulary, config, plan, start, stop, args.process, args.processes, args.workers)
     if args.format == "json":
         for row in served:
             sys.stdout.write(json.dumps(row.as_dict()) + "\n")
@@ -103,16 +106,19 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_steps(text: str, end: int) -> tuple[int, int]:
-    """(A, B) of "A:B", or (A, A + 1) of "A"; both inside a plan of `end` updates."""
+def parse_steps(text: str, plan: Plan) -> tuple[int, int]:
+    """(A, B) of "A:B", or (A, A + 1) of "A"; both inside the plan."""
     first, colon, last = text.partition(":")
     try:
         start = int(first)
         stop = int(last) if colon else start + 1
     except ValueError:
         raise UserError(f"--steps={text}: write A:B, two whole numbers") from None
-    if not 0 <= start < stop <= end:
-        raise UserError(f"--steps={text}: the plan has the updates 0 to {end - 1}; write A:B with 0 <= A < B <= {end}")
+    if not plan.start <= start < stop <= plan.end:
+        raise UserError(
+            f"--steps={text}: the plan has the updates {plan.start} to {plan.end - 1}; "
+            f"write A:B with {plan.start} <= A < B <= {plan.end}"
+        )
     return start, stop
 
 
@@ -120,6 +126,7 @@ def served_rows(
     rows: Rows,
     vocabulary: Vocabulary,
     config: ConfigDict,
+    plan: Plan,
     start: int,
     stop: int,
     process: int = 0,
@@ -131,7 +138,7 @@ def served_rows(
 
     order = Order(rows.sources, config.seed)
     mine = config.batch.rows // processes
-    for phase in make_plan(config).phases:
+    for phase in plan.phases:
         first, last = max(start, phase.start), min(stop, phase.end)
         if first >= last:
             continue

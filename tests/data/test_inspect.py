@@ -18,7 +18,7 @@ from biphasic_jax.data.shards import Rows
 from biphasic_jax.data.tokenizer import vocabulary_of
 from biphasic_jax.errors import UserError
 from biphasic_jax.objectives import registry
-from biphasic_jax.plan import Phase
+from biphasic_jax.plan import Phase, make_plan
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 CONFIG = """
@@ -174,7 +174,7 @@ def test_targets_that_are_a_list_of_positions():
 
 def test_the_rows_are_those_of_the_folder(run):
     config, _, rows, vocabulary = run
-    for row in served_rows(rows, vocabulary, config, 1, 2):
+    for row in served_rows(rows, vocabulary, config, make_plan(config), 1, 2):
         assert np.array_equal(rows.read(np.array([row.row]))[0][0], row.original_L)
         assert np.array_equal(rows.read(np.array([row.row]))[1][0], row.segments_L)
 
@@ -188,12 +188,23 @@ def test_histogram():
     ]
 
 
-def test_steps():
-    assert parse_steps("2:5", 5) == (2, 5)
-    assert parse_steps("4", 5) == (4, 5)
-    for bad in ("5:6", "3:3", "3:2", "-1:2", "a:b", ":"):
+def test_steps(run):
+    plan = make_plan(run[0])
+    assert parse_steps("2:5", plan) == (2, 5)
+    assert parse_steps("4", plan) == (4, 5)
+    for bad in ("6:7", "3:3", "3:2", "-1:2", "a:b", ":"):
         with pytest.raises(UserError, match=f"--steps={bad}"):
-            parse_steps(bad, 5)
+            parse_steps(bad, plan)
+
+
+def test_a_plan_that_goes_on_from_a_checkpoint(run):
+    """Its first update has the number of the checkpoint's step, and reads that batch."""
+    config, _, rows, vocabulary = run
+    plan = make_plan(config, 3)
+    with pytest.raises(UserError, match="the updates 3 to 8"):
+        parse_steps("0:1", plan)
+    first = next(served_rows(rows, vocabulary, config, plan, 3, 4))
+    assert (first.phase.objective, first.step, first.index) == ("clm", 3, 24)
 
 
 @pytest.mark.parametrize(
