@@ -103,9 +103,11 @@ def train_line(values: Mapping[str, Any], seconds: float, waited: float, mfu: fl
     """What a train line says of one update, from the step's fetched metrics.
 
     loss: cross-entropy in nats a target, without the z-loss; 0 where there was no target. tokens: real ones.
-    Counts of the objective keep their names.
+    Counts of the objective keep their names; where it corrupts, realised_rate is selected over candidates,
+    and masked_share, random_share, kept_share are of the selected.
     """
     targets = float(values["weight_sum"])
+    counts = {name.removeprefix("counts/"): int(v) for name, v in values.items() if name.startswith("counts/")}
     line: Line = {
         "loss": (float(values["loss_sum"]) - float(values.get("sums/z_loss", 0))) / (targets or 1.0),
         "targets": round(targets),
@@ -118,5 +120,11 @@ def train_line(values: Mapping[str, Any], seconds: float, waited: float, mfu: fl
     }
     if "sums/correct" in values:
         line["accuracy"] = float(values["sums/correct"]) / targets if targets else None
-    line |= {name.removeprefix("counts/"): int(v) for name, v in values.items() if name.startswith("counts/")}
-    return line
+    if "candidates" in counts:
+        line["realised_rate"] = _share(counts["selected"], counts["candidates"])
+        line |= {f"{name}_share": _share(counts[name], counts["selected"]) for name in ("masked", "random", "kept")}
+    return counts | line
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

@@ -66,7 +66,7 @@ def make_train_step(
         gradient_sum, metrics = gradient_sums(state.params, arrays)
         weight_sum = metrics["weight_sum"]
         mean = jax.tree.map(lambda g: g / jnp.where(weight_sum > 0, weight_sum, 1), gradient_sum)
-        grad_norm = optax.global_norm(mean)
+        grad_norm = optax.tree.norm(mean)
         rate = learning_rate(plan, state.step, jnp)
 
         direction, opt_state = optimizer.update(mean, state.opt_state, state.params)
