@@ -58,7 +58,6 @@ def test_a_worker_killed_for_memory_is_told_apart(tmp_path):
         os.kill(worker.process.pid, signal.SIGKILL)
         with pytest.raises(WorkerDied, match=r"^k: its process ended with signal 9 \(out of memory\?\)"):
             worker.step()
-            worker.step()
 
 
 def test_no_worker_outlives_the_run(tmp_path):
