@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -51,11 +52,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--data", action="store_true", help="batches and `prepare`, tokens a second")
     add("--startup", "--compile", action="store_true", help="compile time, process start to first step, data wait")
     add("--out", default="", metavar="FILE.json", help="also write the record here, and FILE.md beside it")
-    add("--rounds", type=int, default=7, help="of every interleaved run; an odd number (7)")
+    add("--rounds", type=int, metavar="N", default=7, help="of every interleaved run; an odd number (7)")
 
     train = parser.add_argument_group("the training step")
-    train.add_argument("--variants", default=",".join(LABELS), help=f"which ones ({','.join(LABELS)})")
-    train.add_argument("--objectives", default="mlm", help="mlm, clm, or both with a comma (mlm)")
+    train.add_argument("--variants", metavar="NAMES", default=",".join(LABELS), help=f"which ones ({','.join(LABELS)})")
+    train.add_argument("--objectives", metavar="NAMES", default="mlm", help="mlm, clm, or both with a comma (mlm)")
     w = Workload()
     for flag, text in (
         ("rows", "rows a step"),
@@ -70,26 +71,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("loss-chunk", "positions whose logits exist at one time"),
     ):
         default = getattr(w, flag.replace("-", "_"))
-        train.add_argument(f"--{flag}", type=int, default=default, help=f"{text} ({default})")
-    train.add_argument("--mask-rate", type=float, default=w.mask_rate, help=f"of MLM ({w.mask_rate})")
+        train.add_argument(f"--{flag}", type=int, metavar="N", default=default, help=f"{text} ({default})")
+    train.add_argument("--mask-rate", type=float, metavar="SHARE", default=w.mask_rate, help=f"of MLM ({w.mask_rate})")
     train.add_argument("--dtype", choices=("float32", "bfloat16"), default=w.dtype, help=f"of the products ({w.dtype})")
     train.add_argument("--scan-layers", action="store_true", help="one compiled layer instead of unrolled ones")
-    train.add_argument("--xla-flags", default=CPU_FLAGS, help=f"of the variant ours-flags ({CPU_FLAGS})")
-    train.add_argument("--threads", type=int, default=0, help="of PyTorch; 0: one a core (0)")
-    train.add_argument("--product-size", type=int, default=2048, help="side of the matrices that MFU is against (2048)")
+    train.add_argument(
+        "--xla-flags", metavar="FLAGS", default=CPU_FLAGS, help=f"of the variant ours-flags ({CPU_FLAGS})"
+    )
+    train.add_argument("--threads", type=int, metavar="N", default=0, help="of PyTorch; 0: one a core (0)")
+    train.add_argument(
+        "--product-size", type=int, metavar="N", default=2048, help="side of the matrices that MFU is against (2048)"
+    )
 
     data = parser.add_argument_group("the data pipeline")
     data.add_argument("--data-source", default="vendored:corpus_cc0", metavar="PATH", help="of `prepare` "
                       "(vendored:corpus_cc0)")  # fmt: skip
-    data.add_argument("--data-row-length", type=int, default=2048, help="tokens a row (2048)")
-    data.add_argument("--data-batch-rows", type=int, default=16, help="rows a batch (16)")
-    data.add_argument("--data-workers", type=int, default=0, help="also with so many worker processes (0)")
-    data.add_argument("--data-steps", type=int, default=64, help="batches a round (64)")
+    data.add_argument("--data-row-length", type=int, metavar="N", default=2048, help="tokens a row (2048)")
+    data.add_argument("--data-batch-rows", type=int, metavar="N", default=16, help="rows a batch (16)")
+    data.add_argument("--data-workers", type=int, metavar="N", default=0, help="also with so many worker processes (0)")
+    data.add_argument("--data-steps", type=int, metavar="N", default=64, help="batches a round (64)")
 
     startup = parser.add_argument_group("the start of a run")
     startup.add_argument("--config", default="configs/smoke.py", metavar="FILE[:ARG]", help="of the run that is "
                          "started (configs/smoke.py); --config.KEY=VALUE changes it")  # fmt: skip
-    startup.add_argument("--startup-steps", type=int, default=20, help="steps until it is stopped again (20)")
+    startup.add_argument(
+        "--startup-steps", type=int, metavar="N", default=20, help="steps until it is stopped again (20)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -97,6 +104,7 @@ def main(args: argparse.Namespace) -> int:
     if args.all or not sections:
         sections = ["train", "data", "startup"]
     works, names = check(args)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no process of ours is left behind
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     record: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "biphasic_jax", *sys.argv[1:]]),
