@@ -66,7 +66,8 @@ def _run_in_processes(
             ) from error
         finally:
             stop.set()
-            executor.shutdown(wait=False, cancel_futures=True)
+            # Waits: a worker that is still starting needs what this process would take down.
+            executor.shutdown(wait=True, cancel_futures=True)
     return results
 
 

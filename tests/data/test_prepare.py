@@ -127,6 +127,8 @@ def test_the_held_out_share_is_by_document(corpus, undisturbed):
 def test_any_number_of_workers_writes_the_same_bytes(corpus, undisturbed, tmp_path):
     summary = run(*arguments(corpus, tmp_path / "rows", workers=3))
     assert content(tmp_path / "rows") == content(undisturbed)
+    files = [shard.file for shard in read_manifest(str(tmp_path / "rows")).sources[0].train]
+    assert files == [f"train-{unit:05d}.arrayrecord" for unit in range(UNITS)]
     assert re.search(r"tokens dropped +0", summary)
     assert re.search(r"rows are 9\d\.\d+ % full", summary)
 
@@ -240,6 +242,27 @@ def test_a_mended_input_is_taken_up(tmp_path):
     manifest, already = build_rows(settings, str(tmp_path / "rows"), 1)
     assert not already
     assert manifest.accounting.documents == 20
+
+
+def test_a_finished_unit_whose_input_changed_is_made_again(corpus, tmp_path):
+    """A marker counts only for the same work: here the first file is changed after its unit was finished."""
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"w{i} w{i}"}) + "\n" for i in range(30)))
+    good = (tmp_path / "b.jsonl").read_text()
+    (tmp_path / "b.jsonl").write_text("bad")
+    settings = small(
+        tmp_path, [], sources=(f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"), tokenizer=f"{corpus}/tokenizer.json"
+    )
+    with pytest.raises(UserError, match=r"b.jsonl: line 1"):
+        build_rows(settings, str(tmp_path / "rows"), 1)
+    assert (tmp_path / "rows" / "unit-00000.json").exists()
+    (tmp_path / "b.jsonl").write_text(good)
+    with open(tmp_path / "a.jsonl", "a") as file:
+        file.write('{"text": "w99 w99"}\n')
+    manifest, _ = build_rows(settings, str(tmp_path / "rows"), 1)
+    fresh, _ = build_rows(settings, str(tmp_path / "fresh"), 1)
+    assert manifest == fresh
+    assert manifest.accounting.documents == 61
 
 
 def test_a_command_that_failed_at_once_may_be_mended(tmp_path):
