@@ -166,7 +166,7 @@ def read_config_file(spec: str) -> ConfigDict:
     takes_argument = bool(inspect.signature(module.get_config).parameters)
     if argument and not takes_argument:
         raise UserError(f"--config={spec}: {path} takes no argument, but {argument!r} was given")
-    return module.get_config(argument) if takes_argument else module.get_config()
+    return module.get_config(argument) if argument else module.get_config()
 
 
 def resolve(config: ConfigDict, objectives: Mapping[str, Any]) -> ConfigDict:
