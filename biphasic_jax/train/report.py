@@ -74,7 +74,7 @@ def write_report(workdir: str, baseline: str | None = None) -> str:
 
 def held_out_table(run: Record) -> str:
     """Every held-out figure at the first evaluation and at the end of each phase."""
-    steps = {run.validation[0]["step"]: "start"}
+    steps = {run.validation[0]["step"]: "first"}
     for phase in run.phases:
         if phase.start < run.step:
             reached = min(phase.end, run.step)
@@ -159,11 +159,18 @@ def phase_table(run: Record) -> str:
             ]
         )
     header = ["phase", "steps", "tokens", "loss at its end", "time", "tokens/s", "MFU", "waiting for data"]
-    return _table(header, rows)
+    return _table(header, rows) + (
+        "\n\nTime and rates are those of the training steps: compiling, evaluating and saving are not in them."
+    )
 
 
 def environment_table(run: Record) -> str:
-    return _table(["", ""], [[key, str(value)] for key, value in _leaves(run.environment)])
+    """Versions, devices and the like, as `environment.json` has them."""
+    rows = [
+        [key, ", ".join(map(str, value)) if isinstance(value, list) else str(value)]
+        for key, value in _leaves(run.environment)
+    ]
+    return _table(["", ""], rows)
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -40,18 +40,20 @@ def tiny_config(**evaluation):
     return resolve(c, registry())
 
 
+def tiny_settings() -> Settings:
+    d = tiny_config().data
+    return Settings(
+        tuple(d.sources), d.tokenizer, d.vocab_size, d.row_length, d.segments, d.validation, d.seed, d.mask_token
+    )
+
+
 @functools.cache
 def tiny() -> Tiny:
     folder = tempfile.mkdtemp(prefix="biphasic-rows-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    c = tiny_config()
-    d = c.data
-    settings = Settings(
-        tuple(d.sources), d.tokenizer, d.vocab_size, d.row_length, d.segments, d.validation, d.seed, d.mask_token
-    )
-    build_rows(settings, folder, 1)
+    build_rows(tiny_settings(), folder, 1)
     vocabulary = vocabulary_of(folder)
-    model = Transformer(ModelConfig.from_config(c.model, vocabulary.size))
+    model = Transformer(ModelConfig.from_config(tiny_config().model, vocabulary.size))
     return Tiny(
         folder,
         Rows(folder, "validation"),

@@ -9,7 +9,7 @@ import pytest
 from held_out import tiny
 
 from biphasic_jax.errors import UserError
-from biphasic_jax.train.pll import Score, pseudo_perplexity, score_rows, score_sentences
+from biphasic_jax.train.pll import Score, _rank_in_segment, pseudo_perplexity, score_rows, score_sentences
 
 
 @functools.cache
@@ -80,6 +80,12 @@ def test_special_tokens_and_padding_are_not_scored():
     segments = (np.arange(32) < 3).astype(np.int32)[None]
     ((score,),) = score_rows(t.model, t.params, t.vocabulary, tokens, segments)
     assert score.tokens == 2
+
+
+def test_a_row_costs_as_many_passes_as_its_longest_segment_has_tokens():
+    segments = np.array([[1, 1, 1, 2, 2, 3, 0, 0]])
+    ranks = _rank_in_segment(np.full((1, 8), 300), segments, tiny().vocabulary, False)
+    assert ranks.tolist() == [[0, 1, 2, 0, 1, 0, -1, -1]]
 
 
 def test_a_row_of_padding_has_no_score():
