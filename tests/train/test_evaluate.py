@@ -128,7 +128,21 @@ def test_m9_the_same_figures_at_every_step_and_in_every_process(lines):
     early, late = (evaluator.run(t.params, step=step, phase=step // 5) for step in (0, 9))
     assert [{**line, "step": 9, "phase": 1} for line in early] == late
     assert [{**line, "step": 7, "phase": 0} for line in early] == lines
-    assert [fn._cache_size() for fn in evaluator._sums.values()] == [1, 1, 1]  # nothing is compiled twice
+
+
+def test_nothing_is_traced_twice():
+    t, traced = tiny(), []
+    evaluator = Evaluator(t.model, tiny_config(batch_rows=8, mask_rates=(0.4,)), t.vocabulary, t.rows)
+    for measure in evaluator.measures:
+
+        def loss(*arguments, name=measure.name, real=measure.objective.loss):
+            traced.append(name)
+            return real(*arguments)
+
+        measure.objective.loss = loss
+    for step in (0, 1):
+        evaluator.run(t.params, step=step, phase=0)
+    assert traced == ["clm", "mlm"]
 
 
 def test_m11_no_target_is_refused_with_the_mend():
