@@ -14,7 +14,7 @@ __all__ = ["build", "load"]
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from biphasic_jax.train import checkpoint
+        import biphasic_jax.train.checkpoint as checkpoint
 
         return getattr(checkpoint, name)
     raise AttributeError(f"module 'biphasic_jax' has no attribute {name!r}")

@@ -46,7 +46,9 @@ def parse(argv: list[str]) -> tuple[str, argparse.Namespace]:
         prog=f"python -m biphasic_jax {verb}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.configure(parser)
-    overrides, rest, expect = [], [], False
+    overrides: list[str] = []
+    rest: list[str] = []
+    expect = False
     for word in argv[1:]:
         if expect:
             overrides[-1] += f"={word}"

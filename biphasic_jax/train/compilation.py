@@ -13,6 +13,6 @@ def cache_folder() -> str:
 
 def enable_compilation_cache() -> None:
     """For this process; a cache that the user set for JAX itself stays."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", cache_folder())
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
