@@ -4,7 +4,9 @@ Nothing is remembered from one batch to the next. So a resume is arithmetic, and
 and devices may change between two steps without a row being lost, repeated or corrupted otherwise.
 """
 
+import contextlib
 import dataclasses
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -70,16 +72,21 @@ def train_batches(
 def _closing(batches: grain.IterDataset, workers: int) -> Iterator[tuple[int, Batch]]:
     iterator = iter(batches)
     try:
-        yield from iterator
+        for step, batch in iterator:
+            yield step, {name: np.array(array) for name, array in batch.items()} if workers else batch
     except RuntimeError as error:
         if workers and "terminated unexpectedly" in str(error):
             raise RuntimeError(
-                f"one of {workers} data workers died ({error}). The usual cause is memory: lower config.data.workers; "
-                f"the batches stay the same"
+                f"one of {workers} data workers died: {str(error).partition('.')[0]}. The usual cause is that memory "
+                f"or /dev/shm is full: lower config.data.workers; the batches stay the same"
             ) from error
         raise
     finally:
-        iterator.close()
+        with contextlib.suppress(AssertionError):  # of a worker that is just being started; it ends with us
+            iterator.close()
+        if workers:  # a worker's arrays lie in shared memory: copied above, and let go of here, out of grain's cycles
+            batch = None
+            gc.collect()
 
 
 def _settle_worker(index: int, count: int) -> None:
