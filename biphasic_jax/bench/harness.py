@@ -66,7 +66,7 @@ class Worker:
         self.start_seconds = time.perf_counter() - begin
 
     def step(self) -> dict[str, float]:
-        """Takes one step. Returns its numbers and "seconds", the time it took inside the worker."""
+        """Takes one step. Returns its numbers, its "seconds" in the worker, and the "core_seconds" of its threads."""
         return self._ask("step")
 
     def memory(self) -> int:

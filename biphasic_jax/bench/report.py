@@ -40,7 +40,7 @@ def training_tables(section: Mapping[str, Any]) -> list[Table]:
         f"{what}: {w['rows']} x {w['row_length']} tokens a step, {model}, vocabulary {w['vocab_size']:,}, {w['dtype']}"
     )
     speed = Table(title, ["step of", "seconds", "tokens/s", "MFU", "GiB", "temp GiB", "compile s"])
-    factors = Table(f"{what}: how many times as fast", ["than", "is ours", "is ours with flags", "saved work predicts"])
+    factors = Table(f"{what}: how many times as fast", ["as", "is ours", "is ours-flags", "predicted"])
     for line in section["variants"]:
         if line["failure"]:
             speed.rows.append([line["name"], "-", *[""] * 5])
@@ -70,12 +70,13 @@ def training_tables(section: Mapping[str, Any]) -> list[Table]:
             rates = {key: rate / 1e9 for key, rate in product["flops_per_second"].items()}
             speed.notes.append(f"{product['label']}: {_spread(rates, '.0f')} GFLOP/s")
     speed.notes.append(
-        f"{section['rounds']} rounds, one step of each variant a round, order reversed every round; medians [least to "
-        "greatest]. MFU: FLOPs of the variant's own step by formula (model/flops.py) over the best matrix product of "
-        "the same round. GiB: the most memory its process had; temp: what the compiled step needs besides its state"
+        f"{section['rounds']} rounds, one step of each variant a round, order reversed every round; medians "
+        "[least-greatest]. MFU: FLOPs of the variant's own step by formula (model/flops.py) over the best matrix "
+        "product of the same round. GiB: the most memory its process had; temp: what the compiled step needs besides "
+        "its state"
     )
     factors.notes.append(
-        "median [least to greatest] of the quotients within a round. Predicted: the quotient of the FLOPs, which is "
+        "median [least-greatest] of the quotients within a round. Predicted: the quotient of the FLOPs, which is "
         "the factor if every FLOP costs the same"
     )
     return [speed, factors] if factors.rows else [speed]
@@ -83,19 +84,20 @@ def training_tables(section: Mapping[str, Any]) -> list[Table]:
 
 def data_table(section: Mapping[str, Any]) -> Table:
     title = f"Data: rows of {section['row_length']:,} tokens, {section['batch_rows']} a batch, one process"
-    table = Table(title, ["stage", "million tokens/s", "MB of text/s"])
+    table = Table(title, ["stage", "Mtokens/s", "Mtokens a core-second", "MB of text/s"])
     for line in section["lines"]:
         if line["failure"]:
-            table.rows.append([line["label"], "-", ""])
+            table.rows.append([line["label"], "-", "", ""])
             table.notes.append(f"{line['label']}: {line['failure']}")
             continue
         tokens = {key: rate / 1e6 for key, rate in line["tokens_per_second"].items()}
+        core = {key: rate / 1e6 for key, rate in line.get("tokens_per_core_second", {}).items()}
         text = {key: rate / 1e6 for key, rate in line.get("bytes_per_second", {}).items()}
-        table.rows.append([line["label"], _spread(tokens), _spread(text)])
+        table.rows.append([line["label"], _spread(tokens, ".1f"), _spread(core, ".1f"), _spread(text, ".1f")])
     table.notes.append(
         f"{section['source']}, {section['documents']:,} documents, {section['tokens']:,} tokens; {section['rounds']} "
         "rounds, interleaved as above. Batches are read shuffled from the prepared shards (in the page cache), masked "
-        "and laid out for the device."
+        "and laid out for the device. A core-second is one of the process's own, whoever else is on the machine."
     )
     return table
 
@@ -160,4 +162,4 @@ def show(record: Mapping[str, Any], console: Console) -> None:
 def _spread(values: Mapping[str, float] | None, form: str = ".2f") -> str:
     if not values:
         return ""
-    return f"{values['median']:{form}} [{values['min']:{form}} to {values['max']:{form}}]"
+    return f"{values['median']:{form}} [{values['min']:{form}}-{values['max']:{form}}]"

@@ -27,7 +27,7 @@ Measures how fast this code is on this machine, and against what.
   everything, in about ten minutes, into results/bench.json and results/bench.md:
     bench --all --out=results/bench.json
   the MLM step against itself without the masked-position gather, and against PyTorch:
-    bench --train --rounds=9 --rows=8 --row-length=512 --vocab-size=32768
+    bench --train --objectives=mlm --rounds=9 --rows=8 --row-length=512 --vocab-size=32768
   another model, only two variants, in bfloat16:
     bench --train --variants=ours,torch --layers=12 --width=768 --heads=12 --kv-heads=4 --ff-width=3072 --dtype=bfloat16
   a set of XLA flags that you want to try:
@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     train = parser.add_argument_group("the training step")
     train.add_argument("--variants", metavar="NAMES", default=",".join(LABELS), help=f"which ones ({','.join(LABELS)})")
-    train.add_argument("--objectives", metavar="NAMES", default="mlm", help="mlm, clm, or both with a comma (mlm)")
+    train.add_argument("--objectives", metavar="NAMES", default="mlm,clm", help="phases (mlm,clm)")
     w = Workload()
     for flag, text in (
         ("rows", "rows a step"),

@@ -40,9 +40,10 @@ def main() -> None:
             if line.strip() == "memory":
                 answer({"bytes": peak_memory()})
                 continue
-            begin = time.perf_counter()
+            begin, begin_cores = time.perf_counter(), time.process_time()
             numbers = variant.step()
-            answer({"seconds": time.perf_counter() - begin, **numbers})
+            seconds, cores = time.perf_counter() - begin, time.process_time() - begin_cores
+            answer({"seconds": seconds, "core_seconds": cores, **numbers})
     except Exception as error:
         traceback.print_exc()
         reason = str(error).splitlines()

@@ -173,3 +173,26 @@ def test_train_lines_of_a_file_that_is_being_written(tmp_path):
     assert startup.train_lines(str(path)) == []
     path.write_text('{"step": 1, "split": "train"}\n{"step": 1, "split": "validation"}\n{"step": 2, "spl')
     assert startup.train_lines(str(path)) == [{"step": 1, "split": "train"}]
+
+
+def test_startup_section_starts_the_real_verb_with_a_cold_and_a_warm_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("BIPHASIC_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "bench.json"
+    flags = [f"--config.model.{key}={value}" for key, value in {"layers": 1, "width": 16, "ff_width": 32}.items()]
+    flags += ["--config.data.vocab_size=300", "--config.batch.rows=4", "--config.evaluation.rows=4"]
+    flags += ["--config.log.tensorboard=false", "--startup-steps=3"]
+    assert bench("--startup", "--config=configs/tiny.py", *flags, f"--out={out}") == 0
+    section = json.loads(out.read_text())["startup"]
+    for cache in ("cold", "warm"):
+        assert [phase["objective"] for phase in section["compile"][cache]] == ["clm", "mlm"]
+        start = section["start"][cache]
+        assert start["steps"] >= 3
+        assert start["seconds_to_first_step"] > 0
+        assert 0 <= start["data_wait"] <= 1
+    assert list((tmp_path / "cache").iterdir()) == [tmp_path / "cache" / "rows"]  # the user's own cache stays as it was
+
+
+def test_a_run_that_cannot_start_is_one_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("BIPHASIC_CACHE", str(tmp_path / "cache"))
+    assert bench("--startup", "--config=configs/none.py") == 2
+    assert "there is no file 'configs/none.py'" in capsys.readouterr().err
