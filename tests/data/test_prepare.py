@@ -146,14 +146,14 @@ def test_a_killed_run_is_taken_up_and_ends_in_the_same_bytes(corpus, undisturbed
     out = tmp_path / "rows"
     for finished in (0, 2, 4):
         process = start(*arguments(corpus, out))
-        wait_for(lambda n=finished: len(list(out.glob("unit-*"))) >= n and list(out.glob("*.tmp")), process)
+        wait_for(lambda n=finished: len(list(out.glob("unit-*.json"))) >= n and list(out.glob("*.tmp")), process)
         workers = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.communicate()
         assert not (out / "manifest.json").exists()
         _, alive = psutil.wait_procs(workers, timeout=10)
         assert not alive
-    kept = {path.name: path.stat().st_mtime_ns for path in out.glob("unit-*")}
+    kept = {path.name: path.stat().st_mtime_ns for path in out.glob("unit-*.json")}
     assert len(kept) >= 4
     run(*arguments(corpus, out))
     assert content(out) == content(undisturbed)
@@ -163,7 +163,7 @@ def test_a_killed_run_is_taken_up_and_ends_in_the_same_bytes(corpus, undisturbed
 def test_ctrl_c_stops_with_its_own_code_and_is_taken_up(corpus, undisturbed, tmp_path):
     out = tmp_path / "rows"
     process = start(*arguments(corpus, out))
-    wait_for(lambda: list(out.glob("unit-*")), process)
+    wait_for(lambda: list(out.glob("unit-*.json")), process)
     workers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
