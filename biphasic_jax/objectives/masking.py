@@ -2,7 +2,8 @@
 
 Everything here takes the random numbers, or the rows' generators, as arguments, and works on positions that
 `ordinary_positions` allows: never on special tokens or padding, never across segments. Each way of selecting
-takes every allowed position with probability `rate` exactly, at the ends of segments too.
+takes every allowed position with probability `rate`, at the ends of segments too. (An exact count of tokens in
+spans is exact as a count; of a position it is so but for 1 / the number of spans.)
 """
 
 from collections.abc import Sequence

@@ -135,11 +135,11 @@ class Mlm(Objective):
     def _choose(
         allowed_BxL: np.ndarray, rate: float, exact: bool, generators: Sequence[np.random.Generator]
     ) -> np.ndarray:
-        draw_BxL = masking.uniform(generators, allowed_BxL.shape[1])
+        length = allowed_BxL.shape[1]
         if exact:
             count_B = masking.exact_counts(allowed_BxL, rate, generators)
-            return masking.choose_exactly(draw_BxL, allowed_BxL, count_B)
-        return allowed_BxL & (draw_BxL < rate)
+            return masking.choose_exactly(masking.uniform(generators, length), allowed_BxL, count_B)
+        return allowed_BxL & (masking.uniform(generators, length) < rate)
 
     def _replace(
         self, tokens_BxL: np.ndarray, selected_BxL: np.ndarray, generators: Sequence[np.random.Generator]
