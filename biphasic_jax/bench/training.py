@@ -112,6 +112,7 @@ def _line(
         "start_seconds": t.start_seconds,
         "losses": [step["loss"] for step in t.steps],
         "seconds": t.seconds,
+        "core_seconds": [step.get("core_seconds") for step in t.steps],
     }
     for base in (OURS, FLAGGED):  # how many times as fast as this variant is ours?
         if base in timings and not timings[base].failure and base != name:
