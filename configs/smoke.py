@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from biphasic_jax.config import default_config, phase
 from biphasic_jax.errors import UserError
 
-STEPS = 900
+STEPS = 500
 
 
 def get_config(plan: str = "biphasic") -> ConfigDict:
