@@ -60,12 +60,14 @@ def parse(argv: list[str]) -> tuple[str, argparse.Namespace]:
             rest.append(word)
     if overrides and not any("--config" in action.option_strings for action in parser._actions):
         raise UserError(f"--config.{overrides[0]}: {verb} takes no config")
-    args, unknown = parser.parse_known_args(rest)
-    if unknown:
-        flags = [flag for action in parser._actions for flag in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; see {parser.prog} --help"
-        raise UserError(f"{unknown[0]!r} is not an argument of {verb}{hint}")
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    for word in rest:  # before argparse, which would name what is missing rather than what is misspelt
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag not in flags:
+            near = difflib.get_close_matches(flag, flags, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; see {parser.prog} --help"
+            raise UserError(f"{flag} is not an argument of {verb}{hint}")
+    args = parser.parse_args(rest)
     args.overrides = overrides
     return module_name, args
 
