@@ -64,12 +64,15 @@ def probe_causality(
 ) -> TrainState:
     """The state as it was; raises `GuardError` where the attention mode is not the objective's.
 
-    `losses(state, batch)` gives (state unchanged, metrics) from the compiled step.
+    `losses(state, batch)` gives (state unchanged, metrics) from the compiled step. A loss that is not finite
+    tells nothing of attention, and is left to the guard that watches every update.
     """
     sums = []
     for batch in batches:
         state, metrics = losses(state, batch)
         sums.append(float(metrics["loss_sum"]))
+    if not np.isfinite(sums).all():
+        return state
     change = abs(sums[1] - sums[0]) / abs(sums[0])
     if objective.causal and not change <= TOLERANCE:
         raise GuardError(

@@ -72,7 +72,7 @@ class TensorBoard:
     def write(self, line: Line) -> None:
         name = line["split"] if line["split"] == "train" else f"{line['split']}/{line['objective']}"
         if line["split"] != "train" and line.get("mask_rate") is not None:
-            name += f"@{line['mask_rate']:g}"
+            name += f"_{line['mask_rate']:g}"
         for key, value in line.items():
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if number and key not in ("step", "phase") and math.isfinite(value):

@@ -8,7 +8,6 @@ import jax
 from biphasic_jax.data.batches import row_hash
 from biphasic_jax.errors import UserError
 from biphasic_jax.train.metrics import Clock, Line, MetricsFile, TensorBoard, train_line
-from biphasic_jax.train.peak import peak_flops
 from biphasic_jax.train.progress import Progress
 
 if TYPE_CHECKING:
@@ -32,13 +31,12 @@ class Recorder:
             self.sinks.append(TensorBoard(run.folder.file("tensorboard"), run.start.step))
         self.progress = Progress(run.plan, run.start.step, show=run.config.log.progress and not quiet)
         self.clock = Clock()
-        self.peak = peak_flops(jax.devices()[0]) * run.mesh.size
 
     def train(self, program: "Program", step: int, metrics: Any, waited: float) -> None:
         """Fetches the metrics of the update that led to `step`, which waits for it, and writes its line."""
         values = jax.device_get(metrics)
         seconds = self.clock.lap()
-        line = self._line(program, step, train_line(values, seconds, waited, program.flops / seconds / self.peak))
+        line = self._line(program, step, train_line(values, seconds, waited, program.flops / seconds / self.run.peak))
         finite = bool(values["finite"])
         self.totals["tokens_total"] += line["tokens"]
         self.totals["empty"] += line["targets"] == 0

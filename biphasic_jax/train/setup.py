@@ -23,6 +23,7 @@ from biphasic_jax.plan import Plan, content_key, make_plan
 from biphasic_jax.train.checkpoint import Checkpointer, complete_steps, find, read_meta, read_params, read_state
 from biphasic_jax.train.mesh import make_mesh, replicated, state_shardings, use_mesh
 from biphasic_jax.train.optimizer import make_optimizer
+from biphasic_jax.train.peak import peak_flops
 from biphasic_jax.train.run_folder import RunFolder, check_config
 from biphasic_jax.train.state import TrainState, init_state
 
@@ -47,7 +48,10 @@ class Start:
 
 @dataclass
 class Run:
-    """The fixed parts of a run. `rows` and `validation` are the two splits; yes, no: bools on the devices."""
+    """The fixed parts of a run. `rows`, `validation`: the two splits; yes, no: bools on the devices.
+
+    peak: FLOP/s that all devices together can do at best.
+    """
 
     folder: RunFolder
     config: ConfigDict
@@ -63,6 +67,7 @@ class Run:
     checkpointer: Checkpointer
     yes: jax.Array
     no: jax.Array
+    peak: float
 
     @property
     def fingerprint(self) -> str:
@@ -136,6 +141,7 @@ def set_up(folder: RunFolder, config: ConfigDict, override_schedule: bool) -> tu
         checkpointer=_checkpointer(folder, config, plan),
         yes=jax.device_put(np.bool_(True), replicated(mesh)),
         no=jax.device_put(np.bool_(False), replicated(mesh)),
+        peak=peak_flops(mesh.devices.flat[0]) * mesh.size,
     )
     with use_mesh(mesh):
         return run, starting_state(run)

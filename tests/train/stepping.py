@@ -42,9 +42,7 @@ class Stepping:
         self.groups = accumulation * batch_shards(self.mesh)
         self.yes, self.no = (jax.device_put(np.bool_(x), replicated(self.mesh)) for x in (True, False))
         with use_mesh(self.mesh):
-            self.step = make_train_step(
-                self.model, self.objective, self.optimizer, self.plan, config, self.mesh
-            )
+            self.step = make_train_step(self.model, self.objective, self.optimizer, self.plan, config, self.mesh)
 
     @property
     def rows(self):

@@ -9,7 +9,6 @@ from stepping import Stepping, assert_same_bits
 from biphasic_jax.plan import learning_rate
 from biphasic_jax.train.metrics import train_line
 
-
 clm_stepping = functools.cache(lambda: Stepping("clm", optimizer__learning_rate=1e-2))
 mlm_stepping = functools.cache(lambda: Stepping("mlm", loss__z_loss=1e-3))
 
