@@ -13,11 +13,11 @@ keeps the peak rate until a decay of its own over the last 2,000 steps (the pape
 import difflib
 import re
 
-from biphasic_jax.model.presets import PRESETS
 from ml_collections import ConfigDict
 
 from biphasic_jax.config import default_config, phase
 from biphasic_jax.errors import UserError
+from biphasic_jax.model.presets import PRESETS
 
 SIZES = ("210m", "610m", "1b")
 RATES = (20, 30, 40, 50)

@@ -8,10 +8,10 @@ The argument is a size: tiny, 210m (the default), 610m or 1b. The tokenizer is t
 The split is the best of the paper's (arXiv 2507.00994, figure 6: 25 % CLM and 75 % MLM at 42,000 steps).
 """
 
-from biphasic_jax.model.presets import preset
 from ml_collections import ConfigDict
 
 from biphasic_jax.config import default_config, phase
+from biphasic_jax.model.presets import preset
 
 
 def get_config(size: str = "210m") -> ConfigDict:

@@ -1,8 +1,11 @@
 """The main job on two cores: CLM, then MLM from its checkpoint, on real text (CC0), in a few minutes.
 
-    bash launch/smoke.sh                                                       # all of it, or by hand:
+    bash launch/smoke.sh
+
+does all of it; by hand, with the same budget of MLM alone as the second run:
+
     python -m biphasic_jax train --config=configs/smoke.py --workdir=runs/smoke
-    python -m biphasic_jax train --config=configs/smoke.py:mlm --workdir=runs/smoke-mlm    # the same budget of MLM alone
+    python -m biphasic_jax train --config=configs/smoke.py:mlm --workdir=runs/smoke-mlm
     python -m biphasic_jax report --workdir=runs/smoke --baseline=runs/smoke-mlm
 
 Both held-out losses end below the unigram entropy of the held-out text. A mask rate of 0.3: at this size the
