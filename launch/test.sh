@@ -3,7 +3,6 @@
 #   bash launch/test.sh [PYTEST_ARGUMENTS]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# torch goes first and alone: as a dependency of another package pip might choose a larger build.
 source launch/environment.sh requirements-dev.txt
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
