@@ -136,7 +136,7 @@ class Spans:
         if not len(places) or count == 0:
             return selected_L
         stretch = (np.diff(places, prepend=-2) > 1) | (np.diff(segments_L[places], prepend=-1) != 0)
-        line = np.arange(len(places)) + (len(self.length_cdf_K) - 1) * np.cumsum(stretch)
+        line = np.arange(len(places)) + (len(self.length_cdf_K) - 1) * (np.cumsum(stretch) - 1)
         if count is None:
             selected_L[places[self.draw(generator, line[-1] + 1, rate)[line] % 2 == 0]] = True
             return selected_L

@@ -112,6 +112,14 @@ def test_m13_each_position_has_the_same_chance_in_a_span(rate, exact):
     assert error < noise + (0.01 if exact else 0)  # exact: the span that is cut loses its end
 
 
+@pytest.mark.parametrize("rate", [0.1, 0.4, 0.9])
+def test_m13_the_beginning_of_a_row_has_the_same_chance(rate):
+    """The process of spans has been running when a row begins; else its first positions were taken too seldom."""
+    random, n = np.random.default_rng(4), 4000
+    total = sum(SPANS.select(random, np.ones(16, int), np.ones(16, bool), rate).astype(int) for _ in range(n))
+    assert np.abs(total / n - rate).max() < 4 * np.sqrt(rate * (1 - rate) / n)
+
+
 @pytest.mark.parametrize("rate", [0.15, 0.4, 0.9])
 def test_spans_on_both_sides_of_a_border_are_independent(rate):
     """The last position of a segment tells nothing about the first of the next."""
