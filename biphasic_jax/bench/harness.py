@@ -134,6 +134,11 @@ class Timings:
     def seconds(self) -> list[float]:
         return [step["seconds"] for step in self.steps]
 
+    @property
+    def core_seconds(self) -> list[float]:
+        """What the steps took of the cores: the sum over threads. Others on the machine hardly move it."""
+        return [step["core_seconds"] for step in self.steps]
+
 
 def interleave(
     variants: Sequence[Variant], rounds: int, warmup: int = 1, tell: Callable[[str], None] = lambda text: None

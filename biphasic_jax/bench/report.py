@@ -40,7 +40,9 @@ def training_tables(section: Mapping[str, Any]) -> list[Table]:
         f"{what}: {w['rows']} x {w['row_length']} tokens a step, {model}, vocabulary {w['vocab_size']:,}, {w['dtype']}"
     )
     speed = Table(title, ["step of", "seconds", "tokens/s", "MFU", "GiB", "temp GiB", "compile s"])
-    factors = Table(f"{what}: how many times as fast", ["as", "is ours", "is ours-flags", "predicted"])
+    bases = [name for name in ("ours", "ours-flags") if any(f"{name}_faster" in v for v in section["variants"])]
+    header = ["as", *(cell for name in bases for cell in (f"is {name}", "core-s")), "predicted"]
+    factors = Table(f"{what}, {w['rows']} x {w['row_length']}: how many times as fast", header)
     for line in section["variants"]:
         if line["failure"]:
             speed.rows.append([line["name"], "-", *[""] * 5])
@@ -60,9 +62,12 @@ def training_tables(section: Mapping[str, Any]) -> list[Table]:
             ]
         )
         predicted = f"{line['predicted']:.2f}" if "predicted" in line else ""
-        against = [_spread(line.get("ours_faster")), _spread(line.get("ours-flags_faster"))]
-        if any(against):
-            factors.rows.append([line["name"], *against, predicted])
+        cells = []
+        for name in bases:
+            cheaper = line.get(f"{name}_cheaper")
+            cells += [_spread(line.get(f"{name}_faster")), f"{cheaper['median']:.2f}" if cheaper else ""]
+        if any(cells):
+            factors.rows.append([line["name"], *cells, predicted])
     for product in section["products"]:
         if product["failure"]:
             speed.notes.append(f"{product['label']}: {product['failure']}")
@@ -76,8 +81,9 @@ def training_tables(section: Mapping[str, Any]) -> list[Table]:
         "its state"
     )
     factors.notes.append(
-        "median [least-greatest] of the quotients within a round. Predicted: the quotient of the FLOPs, which is "
-        "the factor if every FLOP costs the same"
+        "median [least-greatest] of the quotients within a round; core-s: the same in seconds of the cores, summed "
+        "over threads, which others on the machine hardly move. Predicted: the quotient of the FLOPs, the factor if "
+        "every FLOP costs the same"
     )
     return [speed, factors] if factors.rows else [speed]
 

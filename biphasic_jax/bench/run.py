@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -27,7 +28,7 @@ Measures how fast this code is on this machine, and against what.
   everything, in about ten minutes, into results/bench.json and results/bench.md:
     bench --all --out=results/bench.json
   the MLM step against itself without the masked-position gather, and against PyTorch:
-    bench --train --objectives=mlm --rounds=9 --rows=8 --row-length=512 --vocab-size=32768
+    bench --train --objectives=mlm --rounds=9 --shapes=8x512 --vocab-size=32768
   another model, only two variants, in bfloat16:
     bench --train --variants=ours,torch --layers=12 --width=768 --heads=12 --kv-heads=4 --ff-width=3072 --dtype=bfloat16
   a set of XLA flags that you want to try:
@@ -52,15 +53,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--data", action="store_true", help="batches and `prepare`, tokens a second")
     add("--startup", "--compile", action="store_true", help="compile time, process start to first step, data wait")
     add("--out", default="", metavar="FILE.json", help="also write the record here, and FILE.md beside it")
-    add("--rounds", type=int, metavar="N", default=7, help="of every interleaved run; an odd number (7)")
+    add("--rounds", type=int, metavar="N", default=5, help="of every interleaved run; an odd number (5)")
 
     train = parser.add_argument_group("the training step")
     train.add_argument("--variants", metavar="NAMES", default=",".join(LABELS), help=f"which ones ({','.join(LABELS)})")
     train.add_argument("--objectives", metavar="NAMES", default="mlm,clm", help="phases (mlm,clm)")
+    train.add_argument("--shapes", metavar="ROWSxLENGTH", default="8x256,4x512", help="rows a step x tokens a row; "
+                       "several with a comma (8x256,4x512)")  # fmt: skip
     w = Workload()
     for flag, text in (
-        ("rows", "rows a step"),
-        ("row-length", "tokens a row"),
         ("vocab-size", "ids"),
         ("layers", "blocks"),
         ("width", "of the hidden states"),
@@ -121,7 +122,7 @@ def main(args: argparse.Namespace) -> int:
                     work,
                     variants(work, names, args.xla_flags, args.threads, args.product_size),
                     args.rounds,
-                    tell.under(f"train, {work.objective}"),
+                    tell.under(f"{work.objective} {work.rows}x{work.row_length}"),
                 )
                 for work in works
             ]
@@ -167,11 +168,23 @@ def check(args: argparse.Namespace) -> tuple[list[Workload], list[str]]:
         raise UserError(f"--out={args.out}: give a file that ends in .json; the Markdown is written beside it")
     if args.out and not os.path.isdir(os.path.dirname(args.out) or "."):
         raise UserError(f"--out={args.out}: there is no folder {os.path.dirname(args.out)!r}; make it first")
-    shapes = {key: getattr(args, key) for key in Workload.__dataclass_fields__ if key != "objective"}
-    works = [Workload(objective=name, **shapes) for name in objectives]
+    sizes = {key: getattr(args, key) for key in Workload.__dataclass_fields__ if hasattr(args, key)}
+    works = [
+        Workload(objective=name, rows=rows, row_length=length, **sizes)
+        for rows, length in shapes(args.shapes)
+        for name in objectives
+    ]
     for work in works:
         work.config()  # the one check of all sizes
     return works, names
+
+
+def shapes(text: str) -> list[tuple[int, int]]:
+    """(rows, row length) of each part of "8x256,4x512"."""
+    parts = [part for part in text.split(",") if part]
+    if not parts or not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", part) for part in parts):
+        raise UserError(f"--shapes={text}: write ROWSxLENGTH, such as 8x256, or several with a comma")
+    return [(int(rows), int(length)) for rows, _, length in (part.partition("x") for part in parts)]
 
 
 def write(record: dict[str, Any], path: str) -> None:

@@ -112,11 +112,12 @@ def _line(
         "start_seconds": t.start_seconds,
         "losses": [step["loss"] for step in t.steps],
         "seconds": t.seconds,
-        "core_seconds": [step.get("core_seconds") for step in t.steps],
+        "core_seconds": t.core_seconds,
     }
     for base in (OURS, FLAGGED):  # how many times as fast as this variant is ours?
         if base in timings and not timings[base].failure and base != name:
             line[f"{base}_faster"] = speed_ratio(timings[base].seconds, t.seconds)
+            line[f"{base}_cheaper"] = speed_ratio(timings[base].core_seconds, t.core_seconds)
     ours = timings.get(OURS)
     if ours and not ours.failure and name in ("no-gather", "full-logits") and flops > ours.facts["flops"]:
         line["predicted"] = predicted_speedup(flops, flops - ours.facts["flops"])

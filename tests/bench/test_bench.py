@@ -13,7 +13,7 @@ from biphasic_jax.bench.training import flops_of, predicted_speedup, summarise
 from biphasic_jax.bench.workload import Workload, batches, make_objective
 from biphasic_jax.objectives import registry
 
-MICRO = ["--rows=2", "--row-length=32", "--vocab-size=64", "--layers=1", "--width=16", "--ff-width=32", "--heads=2"]
+MICRO = ["--shapes=2x32", "--vocab-size=64", "--layers=1", "--width=16", "--ff-width=32", "--heads=2"]
 MICRO += ["--kv-heads=1", "--head-size=8", "--loss-chunk=16", "--product-size=64", "--rounds=1"]
 SPREAD = {"median", "min", "max"}
 
@@ -61,7 +61,7 @@ def test_the_predicted_factor_is_printed_beside_the_measured_one(mlm):
     lines = {line["name"]: line for line in record["train"][0]["variants"]}
     assert lines["no-gather"]["predicted"] == lines["full-logits"]["predicted"] > 1
     assert "predicted" not in lines["torch"]
-    row = next(line for line in page.splitlines() if line.startswith("| no-gather |") and line.count("|") == 5)
+    row = next(line for line in page.splitlines() if line.startswith("| no-gather |") and line.count("|") == 7)
     assert row.endswith(f"| {lines['no-gather']['predicted']:.2f} |")
     assert record["command"] in page
 
@@ -81,7 +81,7 @@ def test_predicted_factor_by_hand():
 
 def test_summary_of_known_timings():
     def timings(name, seconds, **facts):
-        steps = [{"seconds": s, "loss": 1.0, "flops": 1e9} for s in seconds]
+        steps = [{"seconds": s, "core_seconds": 2.0, "loss": 1.0, "flops": 1e9} for s in seconds]
         return Timings(Variant(name, "m:f"), {"parameters": 1, **facts}, steps, 1.0, 5)
 
     record = summarise(
@@ -100,6 +100,7 @@ def test_summary_of_known_timings():
     assert ours["mfu"]["median"] == 1.0  # 2e9 a second against 4, 1 and 2e9: 0.5, 1, 1
     assert ours["mfu"]["min"] == 0.5
     assert no_gather["ours_faster"] == {"median": 1.5, "min": 1.5, "max": 2.0}
+    assert no_gather["ours_cheaper"]["median"] == 1.0
     assert no_gather["predicted"] == 1.5
     assert torch["failure"] == "torch: died"
     assert "step_seconds" not in torch
@@ -126,6 +127,8 @@ def test_a_variant_that_fails_fails_the_command(tmp_path, capsys):
     [
         ("--variants=ours,tensorflow", "'tensorflow' is not one of ours"),
         ("--objectives=rtd", "'rtd' is neither mlm nor clm"),
+        ("--shapes=8", "write ROWSxLENGTH"),
+        ("--shapes=8x0", "write ROWSxLENGTH"),
         ("--rounds=0", "--rounds=0 must be 1 or more"),
         ("--heads=5", "model.heads=5 must be a multiple of model.kv_heads"),
         ("--out=/no/such/folder/bench.json", "there is no folder '/no/such/folder'"),
