@@ -9,8 +9,10 @@ and their deletion are kept here, on top of its AsyncCheckpointer.
 """
 
 import contextlib
+import logging
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -153,6 +155,7 @@ class Checkpointer:
         self._saving: str | None = None
         os.makedirs(self.folder, exist_ok=True)
         self._remove_temporary()
+        _quiet_orbax()
         self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
 
     def path(self, step: int) -> str:
@@ -177,6 +180,11 @@ class Checkpointer:
             self._orbax.save(self._saving, args=items, force=True)  # force: over an incomplete folder of that name
         if not self.asynchronous:
             self.wait()
+
+    def check(self) -> None:
+        """Raises where the save under way has failed already."""
+        with self._explained():
+            self._orbax.check_for_errors()
 
     def wait(self) -> None:
         """Returns when nothing is being written, and deletes what need not be kept."""
@@ -204,7 +212,7 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            folder, self._saving = self._saving, None
+            folder, self._saving = self._saving or self.folder, None
             self._remove_temporary()
             raise UserError(
                 f"{folder}: the checkpoint could not be saved ({_first_line(error)}); earlier ones are whole: "
@@ -253,8 +261,29 @@ def _read_json(folder: str, item: str) -> dict[str, Any]:
         raise UserError(f"{folder}: {item} cannot be read ({_first_line(error)}); use another checkpoint") from error
 
 
+def _quiet_orbax() -> None:
+    """Orbax logs the traceback of every error in every thread that meets it; they are raised as well."""
+    logging.getLogger("absl").addFilter(_not_of_orbax)
+    sys.unraisablehook = _unraisable
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname
+
+
+def _unraisable(unraisable: Any) -> None:
+    """TensorStore answers an event loop that is gone when another write has failed: no news."""
+    if "Event loop is closed" not in str(unraisable.exc_value):
+        sys.__unraisablehook__(unraisable)
+
+
 def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+    """The reason in a line; of a full disk, which Orbax wraps in names of files, no more than that."""
+    text = str(error)
+    for reason in ("No space left on device", "Disk quota exceeded", "File too large"):
+        if reason in text:
+            return reason
+    return next((line for line in text.splitlines() if line.strip()), type(error).__name__)[:300]
 
 
 def _on_one_device(tree: Any) -> Any:

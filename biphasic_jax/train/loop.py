@@ -12,7 +12,6 @@
 
 import argparse
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from biphasic_jax.errors import Interrupted, UserError
@@ -89,7 +88,7 @@ def _main(args: argparse.Namespace, stop: StopFlag) -> int:
             if not args.quiet:
                 print_summary(run)
             with use_mesh(run.mesh):
-                Loop(run, state, stop, args.quiet, begin).run()
+                Loop(run, state, stop, args.quiet, begin).train()
         finally:
             run.checkpointer.close()  # waits: no way out leaves a save half done
     finally:
@@ -104,25 +103,25 @@ class Loop:
         from biphasic_jax.train.recorder import Recorder
 
         meta = run.start.meta if run.start.mode == "resume" else {}
-        self.run_, self.state, self.stop = run, state, stop
+        self.run, self.state, self.stop = run, state, stop
         self.step = run.start.step
         self.saved = self.step if meta else None
         self.evaluated = meta.get("evaluated_step")
         self.saved_at = time.monotonic()
         self.program: Program | None = None
-        self.batches: Iterator[tuple[int, Any]] = iter(())
+        self.batches: Any = None  # a generator of (step, batch)
         self.pending: tuple[int, Any, float] | None = None  # step, metrics on the device, seconds waited for data
         self.recorder = Recorder(run, meta, quiet)
         self.evaluator = _make_evaluator(run)
         self.quiet, self.begin = quiet, begin
 
-    def run(self) -> None:
+    def train(self) -> None:
         """To the plan's end. Raises `Interrupted` after a complete checkpoint where a stop was asked for."""
         try:
             while True:
                 self.evaluate()
                 self.save()
-                if self.stop() or self.step == self.run_.plan.end:
+                if self.stop() or self.step == self.run.plan.end:
                     break
                 if not self.enter_phase():
                     continue
@@ -131,18 +130,19 @@ class Loop:
                     continue
                 self.update(*fetched)
             self.save()  # a stop may have come after the save above
-            self.run_.checkpointer.wait()
+            self.run.checkpointer.wait()
         finally:
+            self.leave_phase()
             self.recorder.close()
         if self.stop():
             raise Interrupted(
-                f"stopped at step {self.step} with a complete checkpoint in {self.run_.checkpointer.path(self.step)}; "
+                f"stopped at step {self.step} with a complete checkpoint in {self.run.checkpointer.path(self.step)}; "
                 f"the same command goes on from there"
             )
         self.report()
 
     def evaluate(self) -> None:
-        config, plan, step = self.run_.config, self.run_.plan, self.step
+        config, plan, step = self.run.config, self.run.plan, self.step
         every = config.evaluation.every
         due = step in {phase.end for phase in plan.phases} or (every and step % every == 0 and step > plan.start)
         due = due or (step == plan.start and bool(config.init.checkpoint))  # what the other run hands over
@@ -157,15 +157,16 @@ class Loop:
         self.recorder.clock.restart()
 
     def save(self) -> None:
-        c, plan, step = self.run_.config.checkpoint, self.run_.plan, self.step
+        c, plan, step = self.run.config.checkpoint, self.run.plan, self.step
         due = step in {phase.end for phase in plan.phases} or self.stop() or (step == plan.start and c.step_zero)
         due = due or bool(c.every and step > plan.start and step % c.every == 0)
         due = due or bool(c.minutes and time.monotonic() - self.saved_at > 60 * c.minutes)
+        self.run.checkpointer.check()  # of the last one: what comes after a save that failed may be lost
         if not due or step == self.saved:
             return
         self.flush()  # also: a non-finite update stops the run before it becomes the newest checkpoint
-        meta = self.run_.meta(step) | {"evaluated_step": self.evaluated} | self.recorder.meta()
-        self.run_.checkpointer.save(step, self.state, meta, self.run_.tokenizer_json)
+        meta = self.run.meta(step) | {"evaluated_step": self.evaluated} | self.recorder.meta()
+        self.run.checkpointer.save(step, self.state, meta, self.run.tokenizer_json)
         self.saved, self.saved_at = step, time.monotonic()
         self.recorder.clock.restart()
 
@@ -173,17 +174,24 @@ class Loop:
         """Compiles where a phase begins or is taken up; False if a stop was asked for meanwhile."""
         from biphasic_jax.train.program import compile_phase, reset_optimizer
 
-        phase = self.run_.plan.phase_of_update(self.step)
+        phase = self.run.plan.phase_of_update(self.step)
         if self.program is not None and self.program.phase == phase:
             return True
         self.flush()
+        self.leave_phase()
         if self.step == phase.start and phase.optimizer == "reset":
-            self.state = reset_optimizer(self.run_, self.state)
-        self.program, self.state = compile_phase(self.run_, phase, self.state)
+            self.state = reset_optimizer(self.run, self.state)
+        self.program, self.state = compile_phase(self.run, phase, self.state)
         self.batches = self.program.batches(self.step)
         self.recorder.progress.say(f"{self.program}, {time.perf_counter() - self.begin:.1f} s after the start")
         self.recorder.clock.restart()
         return not self.stop()
+
+    def leave_phase(self) -> None:
+        """Ends the threads or processes that work ahead on batches."""
+        if self.batches is not None:
+            self.batches.close()
+        self.program = self.batches = None
 
     def fetch(self) -> tuple[Any, float] | None:
         """The batch of this step and the seconds it took; None if a stop came in between."""
@@ -215,13 +223,13 @@ class Loop:
     def report(self) -> None:
         from biphasic_jax.train.report import summary_lines, write_report
 
-        path = write_report(self.run_.folder.path)
+        path = write_report(self.run.folder.path)
         if not self.quiet:
-            print("\n".join([*summary_lines(self.run_.folder.path), f"report: {path}"]))
+            print("\n".join([*summary_lines(self.run.folder.path), f"report: {path}"]))
 
 
 def _make_evaluator(run: "Run") -> Any:
-    from biphasic_jax.train.evaluate import Evaluator
+    from biphasic_jax.train.evaluator import Evaluator
     from biphasic_jax.train.mesh import batch_shards, place_batch
 
     if not len(run.validation):

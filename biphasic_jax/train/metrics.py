@@ -62,7 +62,12 @@ def _plain(value: Any) -> Any:
 
 
 class TensorBoard:
-    """The numbers of the lines as TensorBoard scalars; events behind `step` of an earlier try are hidden."""
+    """The curves among a line's numbers as TensorBoard scalars; events behind `step` of an earlier try are hidden."""
+
+    CURVES = (
+        *("loss", "accuracy", "perplexity", "bits_per_byte", "grad_norm", "learning_rate", "mask_rate"),
+        *("realised_rate", "tokens_total", "tokens_per_second", "mfu", "data_wait"),
+    )
 
     def __init__(self, folder: str, step: int):
         from tensorboardX import SummaryWriter
@@ -73,9 +78,9 @@ class TensorBoard:
         name = line["split"] if line["split"] == "train" else f"{line['split']}/{line['objective']}"
         if line["split"] != "train" and line.get("mask_rate") is not None:
             name += f"_{line['mask_rate']:g}"
-        for key, value in line.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if number and key not in ("step", "phase") and math.isfinite(value):
+        for key in self.CURVES:
+            value = line.get(key)
+            if value is not None and math.isfinite(value):
                 self._writer.add_scalar(f"{name}/{key}", value, line["step"])
 
     def close(self) -> None:

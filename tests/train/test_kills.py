@@ -16,7 +16,7 @@ KILLS = int(os.environ.get("BIPHASIC_KILLS", "2"))
 def test_r1_r11_killed_in_evaluation_save_and_compilation_and_gone_on_bit_for_bit(tmp_path):
     workdir = tmp_path / "run"
     kills = [
-        kill_at("biphasic_jax.train.evaluate", "Evaluator._total", 2),
+        kill_at("biphasic_jax.train.evaluator", "Evaluator._total", 2),
         kill_at("biphasic_jax.train.checkpoint", "Checkpointer.save", 2, after=True),  # still being written
         kill_at("biphasic_jax.train.program", "compile_phase", 2),
         kill_at("biphasic_jax.train.loop", "Loop.update", 13),

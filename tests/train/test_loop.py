@@ -67,7 +67,7 @@ def signal_in(monkeypatch, owner, name, call=1, number=signal.SIGTERM, after=Fal
 def test_r13_a_signal_at_any_stage_ends_in_a_complete_checkpoint_and_83(straight, tmp_path, monkeypatch, capsys):
     from biphasic_jax.train import program, setup
     from biphasic_jax.train.checkpoint import Checkpointer
-    from biphasic_jax.train.evaluate import Evaluator
+    from biphasic_jax.train.evaluator import Evaluator
     from biphasic_jax.train.loop import Loop
 
     workdir = tmp_path / "run"
@@ -272,8 +272,8 @@ def test_l4_a_non_finite_step_stops_the_run_and_is_in_no_checkpoint(tmp_path, ca
     import numpy as np
 
     workdir = tmp_path / "run"
-    huge = ("--config.optimizer.learning_rate=1e38", "--config.checkpoint.every=1", "--config.optimizer.clip=0")
-    assert train(workdir, *huge) == 2
+    huge = ("--config.optimizer.learning_rate=1e38", "--config.optimizer.clip=0", "--config.phases[1].steps=5")
+    assert train(workdir, "--config.checkpoint.every=1", *huge) == 2
     assert "not finite" in capsys.readouterr().err
     bad = [line for line in lines(workdir) if line["loss"] is None]
     assert len(bad) == 1
@@ -304,6 +304,22 @@ def test_a_full_disk_is_one_error_that_names_the_folder_and_destroys_nothing(str
     assert_same_run(workdir, straight)
 
 
+def test_r5_another_number_of_devices_loses_and_repeats_no_row(straight, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(straight, workdir)
+    for step in ("36", "40"):
+        shutil.rmtree(workdir / "checkpoints" / step)
+    one_device = subprocess.run(command(workdir, "--quiet"), env=environment(), capture_output=True, text=True)
+    assert one_device.returncode == 0, one_device.stderr
+    devices = [len(json.loads((w / "environment.json").read_text())["devices"]) for w in (straight, workdir)]
+    assert devices == [8, 1]
+    mine, theirs = ([line for line in lines(w) if line["split"] == "train"] for w in (workdir, straight))
+    assert [(x["step"], x["rows"], x["targets"]) for x in mine] == [
+        (x["step"], x["rows"], x["targets"]) for x in theirs
+    ]
+    assert all(abs(x["loss"] - y["loss"]) < 1e-3 for x, y in zip(mine, theirs, strict=True))
+
+
 def test_print_config_is_json_and_needs_no_folder(capsys):
     assert main(["train", f"--config={folder() / 'config.py'}", "--print-config", "--config.seed=5"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -311,11 +327,12 @@ def test_print_config_is_json_and_needs_no_folder(capsys):
     assert [p["objective"] for p in printed["phases"]] == ["clm", "mlm"]
 
 
-def test_h7_the_summary_names_batch_devices_accumulation_tokens_parameters_backend_mesh(tmp_path, capsys):
+def test_h7_the_summary_names_batch_devices_accumulation_tokens_parameters_backend_mesh(tmp_path, monkeypatch, capsys):
+    from biphasic_jax.train import setup
+
+    signal_in(monkeypatch, setup, "ensure_rows")  # the summary is all that is wanted
     config = f"--config={folder() / 'config.py'}"
-    arguments = ["--config.batch.accumulation=2", "--config.phases[0].steps=1", "--config.phases[1].steps=1"]
-    schedule = ["--config.schedule.warmup=0", "--config.schedule.decay=0"]
-    assert main(["train", config, f"--workdir={tmp_path / 'run'}", *arguments, *schedule]) == 0
+    assert main(["train", config, f"--workdir={tmp_path / 'run'}", "--config.batch.accumulation=2"]) == 83
     printed = capsys.readouterr().out
     for words in (
         "16 rows of 32 = 512 tokens a step",
