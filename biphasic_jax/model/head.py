@@ -39,14 +39,14 @@ def chunked_cross_entropy(
         sum of w * (log Z - logit[target] + z_loss * log(Z)^2)
 
     (z-loss: arXiv 2204.02311, section 5), and f32 sums: "correct", the weight of positions whose target
-    has the one largest logit, and "z_loss", the part of the first that is z-loss. Only the first is
-    differentiable, in x and kernel.
+    has the largest logit, and "z_loss", the part of the first that is z-loss. Only the first is
+    differentiable, in x and kernel. Where the weight is 0, the target may be anything.
     """
-    return _scan_chunks(x_GxPxD, kernel_DxV, targets_GxP, weights_GxP, chunk, z_loss, gradients=False)[0]
+    return _chunks(x_GxPxD, kernel_DxV, targets_GxP, weights_GxP, chunk, z_loss, gradients=False)[0]
 
 
 def _forward(x_GxPxD, kernel_DxV, targets_GxP, weights_GxP, chunk, z_loss):
-    return _scan_chunks(x_GxPxD, kernel_DxV, targets_GxP, weights_GxP, chunk, z_loss, gradients=True)
+    return _chunks(x_GxPxD, kernel_DxV, targets_GxP, weights_GxP, chunk, z_loss, gradients=True)
 
 
 def _backward(chunk, z_loss, gradients, cotangents):
@@ -58,7 +58,7 @@ def _backward(chunk, z_loss, gradients, cotangents):
 chunked_cross_entropy.defvjp(_forward, _backward)
 
 
-def _scan_chunks(x_GxPxD, kernel_DxV, targets_GxP, weights_GxP, chunk, z_loss, gradients):
+def _chunks(x_GxPxD, kernel_DxV, targets_GxP, weights_GxP, chunk, z_loss, gradients):
     """((loss, sums), (dx, dkernel) or None), one chunk after the other."""
     G, P, D = x_GxPxD.shape
     # Gathered over the axis that splits D, once, rather than in every chunk.
@@ -68,53 +68,61 @@ def _scan_chunks(x_GxPxD, kernel_DxV, targets_GxP, weights_GxP, chunk, z_loss, g
     if pad := chunks * size - P:  # empty positions have weight 0
         x_GxPxD = jnp.pad(x_GxPxD, ((0, 0), (0, pad), (0, 0)))
         targets_GxP, weights_GxP = (jnp.pad(a, ((0, 0), (0, pad))) for a in (targets_GxP, weights_GxP))
-    # A group's own gradient of the kernel: devices that hold other groups are summed once, at the end.
-    zeros: Any = jnp.zeros((G, *kernel.shape), jnp.float32) if gradients else None
 
-    def body(carry, i):
-        sums, dkernel_GxDxV = carry
-        x_GxCxD, targets_GxC, weights_GxC = (
+    def part(i):
+        x, targets, weights = (
             jax.lax.dynamic_slice_in_dim(a, i * size, size, axis=1) for a in (x_GxPxD, targets_GxP, weights_GxP)
         )
-        new, dlogits_GxCxV = _chunk(x_GxCxD, kernel, targets_GxC, weights_GxC, z_loss, gradients)
-        sums = jax.tree.map(jnp.add, sums, new)
-        if not gradients:
-            return (sums, None), None
-        dx_GxCxD = jnp.einsum("gcv,dv->gcd", dlogits_GxCxV, kernel)
-        dkernel_GxDxV += jnp.einsum("gcd,gcv->gdv", x_GxCxD, dlogits_GxCxV, preferred_element_type=jnp.float32)
-        return (sums, dkernel_GxDxV), dx_GxCxD
+        return _chunk(x, kernel, targets, weights, z_loss, gradients)
 
-    nothing = {name: jnp.zeros((), jnp.float32) for name in ("loss", "correct", "z_loss")}
-    (sums, dkernel_GxDxV), dx = jax.lax.scan(body, (nothing, zeros), jnp.arange(chunks))
-    loss = sums.pop("loss")
-    if not gradients:
-        return (loss, sums), None
-    dx_GxPxD = dx.transpose(1, 0, 2, 3).reshape(G, chunks * size, D)[:, :P]
-    return (loss, sums), (dx_GxPxD, dkernel_GxDxV.sum(0).astype(kernel_DxV.dtype))
+    def add(totals, i):
+        new, dx_GxCxD = part(i)
+        return jax.tree.map(jnp.add, totals, new), dx_GxCxD
+
+    if chunks == 1:  # no loop, and no sum that begins with zeros: 1.1 times as fast on CPU
+        (sums, dkernel_GxDxV), dx_GxPxD = part(0)
+    else:
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(part, 0)[0])
+        (sums, dkernel_GxDxV), dx = jax.lax.scan(add, zeros, jnp.arange(chunks))
+        dx_GxPxD = dx.swapaxes(0, 1).reshape(G, chunks * size, D)[:, :P] if gradients else None
+    value = (sums.pop("loss"), sums)
+    return value, (dx_GxPxD, dkernel_GxDxV.sum(0).astype(kernel_DxV.dtype)) if gradients else None
 
 
 def _chunk(x_GxCxD, kernel_DxV, targets_GxC, weights_GxC, z_loss, gradients):
-    """(sums, the gradient of the loss with respect to the logits or None) of one chunk."""
-    logits_GxCxV = nn.with_logical_constraint(project(x_GxCxD, kernel_DxV), ("batch", None, "vocab"))
-    hit_GxCxV = jnp.arange(kernel_DxV.shape[1]) == targets_GxC[..., None]
-    top_GxC = logits_GxCxV.max(-1)
-    exp_GxCxV = jnp.exp(logits_GxCxV - top_GxC[..., None])
-    total_GxC = exp_GxCxV.sum(-1)
-    log_z_GxC = top_GxC + jnp.log(total_GxC)
-    target_GxC = jnp.where(hit_GxCxV, logits_GxCxV, 0).sum(-1)
-    # No other logit reaches the target's: a model that says the same of all tokens is right about none.
-    correct_GxC = (logits_GxCxV >= target_GxC[..., None]).sum(-1) == 1
-    z_GxC = z_loss * log_z_GxC**2
+    """((sums, dkernel), dx) of one chunk, for a loss of weight 1; dkernel and dx are None without `gradients`.
+
+    dkernel is (G, D, V): devices that hold different groups are summed once, after the last chunk. All else
+    runs over the R = G C rows of a matrix, whose logits XLA overwrites with their exponentials.
+    """
+    (G, C, D), V = x_GxCxD.shape, kernel_DxV.shape[1]
+    x_RxD, targets_R, weights_R = x_GxCxD.reshape(-1, D), targets_GxC.reshape(-1), weights_GxC.reshape(-1)
+    logits_RxV = nn.with_logical_constraint(project(x_RxD, kernel_DxV), ("batch", "vocab"))
+    top_R = logits_RxV.max(-1)
+    exp_RxV = jnp.exp(logits_RxV - top_R[:, None])
+    total_R = exp_RxV.sum(-1)
+    log_z_R = top_R + jnp.log(total_R)
+    target_R = jnp.take_along_axis(logits_RxV, targets_R[:, None], axis=-1, mode="clip")[:, 0]
+    # A model that says the same of all tokens is right about none. (To count ties would take one more pass,
+    # and keep the logits beside their exponentials.)
+    correct_R = (target_R >= top_R) & (total_R < V)
+    z_R = z_loss * log_z_R**2
     sums = {
-        "loss": jnp.sum(weights_GxC * (log_z_GxC - target_GxC + z_GxC)),
-        "correct": jnp.sum(weights_GxC * correct_GxC),
-        "z_loss": jnp.sum(weights_GxC * z_GxC),
+        "loss": jnp.sum(weights_R * (log_z_R - target_R + z_R)),
+        "correct": jnp.sum(weights_R * correct_R),
+        "z_loss": jnp.sum(weights_R * z_R),
     }
     if not gradients:
-        return sums, None
-    share_GxC = weights_GxC * (1 + 2 * z_loss * log_z_GxC) / total_GxC
-    dlogits_GxCxV = exp_GxCxV * share_GxC[..., None] - jnp.where(hit_GxCxV, weights_GxC[..., None], 0)
-    return sums, dlogits_GxCxV.astype(x_GxCxD.dtype)
+        return (sums, None), None
+    share_R = weights_R * (1 + 2 * z_loss * log_z_R) / total_R
+    hit_RxV = jnp.arange(V) == targets_R[:, None]
+    dlogits_RxV = (exp_RxV * share_R[:, None] - jnp.where(hit_RxV, weights_R[:, None], 0)).astype(x_GxCxD.dtype)
+    dx_RxD = dlogits_RxV @ kernel_DxV.T
+    # The small factor is turned beforehand: XLA on CPU is slower at a product that reads it by columns.
+    x_GxDxC = jax.lax.optimization_barrier(x_GxCxD.swapaxes(1, 2))
+    dlogits_GxCxV = dlogits_RxV.reshape(G, C, V)
+    dkernel_GxDxV = jnp.einsum("gdc,gcv->gdv", x_GxDxC, dlogits_GxCxV, preferred_element_type=jnp.float32)
+    return (sums, dkernel_GxDxV), dx_RxD.reshape(G, C, D)
 
 
 def batch_shards() -> int:

@@ -57,17 +57,18 @@ def rms_norm(x: Array, scale_D: Array, eps: float) -> Array:
 
 
 def rope_tables(positions: Array, head_size: int, theta: float) -> tuple[Array, Array]:
-    """(cos, sin) of the rotary angles, each positions.shape + (h / 2,) f32 (arXiv 2104.09864)."""
+    """(cos, sin) of the rotary angles, each positions.shape + (h,) f32, as `rope` wants them (arXiv 2104.09864)."""
     frequencies = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
     angles = positions.astype(jnp.float32)[..., None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
 
 
 def rope(x_BxLxHxh: Array, tables: tuple[Array, Array]) -> Array:
     """Turns the pairs (i, i + h/2) of each head by their angles, in f32: the rotate-half layout."""
     cos, sin = (table[:, :, None, :] for table in tables)
-    first, second = jnp.split(x_BxLxHxh.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BxLxHxh.dtype)
+    x = x_BxLxHxh.astype(jnp.float32)
+    return (x * cos + jnp.roll(x, x.shape[-1] // 2, axis=-1) * sin).astype(x_BxLxHxh.dtype)
 
 
 class Weights(nn.Module):
@@ -162,7 +163,8 @@ class Network(Weights):
         if positions_BxL is None:
             one_segment_1xL = jnp.ones((1, tokens_BxL.shape[1]), jnp.int32)
             positions_BxL = positions_from_segments(one_segment_1xL if segments_BxL is None else segments_BxL)
-        tables = rope_tables(positions_BxL, c.head_size, c.rope_theta)
+        # Behind a barrier, lest XLA compute the sines again in every layer and head.
+        tables = jax.lax.optimization_barrier(rope_tables(positions_BxL, c.head_size, c.rope_theta))
 
         embedding_VxD = self.matrix("embedding", (c.vocab_size, c.width), ("vocab", "embed"))
         if not c.tied:
