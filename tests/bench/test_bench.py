@@ -22,6 +22,14 @@ def bench(*flags):
     return __main__.main(["bench", *flags])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """For the workers, which inherit it: what is compiled here runs a few times at most."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        yield
+
+
 @pytest.fixture(scope="module")
 def mlm(tmp_path_factory):
     """(record, Markdown page) of one round of all variants."""
