@@ -169,6 +169,7 @@ def replace(
     random_BxL = selected_BxL & (draw_BxL >= mask_share) & (draw_BxL < mask_share + random_share)
     fed_BxL = np.where(masked_BxL, np.int32(mask), tokens_BxL)
     if random_share:
-        scaled = (draw_BxL[random_BxL] - mask_share) * (len(ordinary_R) / random_share)
-        fed_BxL[random_BxL] = ordinary_R[np.minimum(scaled.astype(np.int64), len(ordinary_R) - 1)]
+        place_N = np.flatnonzero(random_BxL)
+        scaled_N = (draw_BxL.ravel()[place_N] - mask_share) * (len(ordinary_R) / random_share)
+        fed_BxL.ravel()[place_N] = ordinary_R[np.minimum(scaled_N.astype(np.int64), len(ordinary_R) - 1)]
     return fed_BxL, masked_BxL, random_BxL
