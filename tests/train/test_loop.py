@@ -284,6 +284,16 @@ def test_l4_a_non_finite_step_stops_the_run_and_is_in_no_checkpoint(tmp_path, ca
     assert [line for line in lines(workdir) if line["split"] == "train"][-1]["skipped"] > 0
 
 
+def test_m5_steps_without_a_target_are_counted_and_harmless(tmp_path):
+    assert train(tmp_path / "run", "--config.phases[1].mask_rate=0.002") == 0
+    mlm = [line for line in lines(tmp_path / "run") if line["split"] == "train" and line["objective"] == "mlm"]
+    empty = [line for line in mlm if line["targets"] == 0]
+    assert 0 < len(empty) < len(mlm)
+    assert {line["loss"] for line in empty} == {0}
+    assert mlm[-1]["empty"] == len(empty)
+    assert all(line["grad_norm"] is not None for line in mlm)
+
+
 def test_a_full_disk_is_one_error_that_names_the_folder_and_destroys_nothing(straight, tmp_path, capfd):
     workdir = tmp_path / "run"
     shutil.copytree(straight, workdir)
