@@ -47,7 +47,7 @@ def test_the_formula_counts_the_products_of_the_program(gathered):
     def loss(params):
         return prediction_loss(model, params, batch, causal=False)[0]
 
-    params = model.init_params(0)
+    params = jax.eval_shape(lambda: model.init_params(0))
     predictions = ROOM if gathered else ROWS * LENGTH
     assert products(jax.make_jaxpr(loss)(params).jaxpr) == forward_flops(CONFIG, ROWS, LENGTH, predictions)
     step = jax.make_jaxpr(jax.grad(loss))(params).jaxpr

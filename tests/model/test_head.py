@@ -121,7 +121,7 @@ def test_only_the_predicted_positions_count_and_groups_do_not_matter(groups, tie
         layers=2, width=16, ff_width=24, heads=2, kv_heads=1, head_size=8, vocab_size=V, tied=tied, loss_chunk=8
     )
     model = Transformer(config)
-    params = model.init_params(0)
+    params = jax.jit(model.init_params)(0)
     rng = np.random.default_rng(0)
     rows, length, room = 4, 20, 40 // groups
     tokens, all_targets = rng.integers(0, V, (2, rows, length))
