@@ -169,6 +169,8 @@ class Network(Weights):
         embedding_VxD = self.matrix("embedding", (c.vocab_size, c.width), ("vocab", "embed"))
         if not c.tied:
             self.matrix("head", (c.width, c.vocab_size), ("embed", "vocab"))
+        # Looked up in the whole width: where devices hold parts of it, the partitioner would give all of them all rows.
+        embedding_VxD = nn.with_logical_constraint(embedding_VxD, ("vocab", None))
         x_BxLxD = jnp.take(embedding_VxD, tokens_BxL, axis=0).astype(c.dtype)
         if segments_BxL is not None:  # padding is zero at the bottom, and so, without biases, all the way up
             x_BxLxD = jnp.where((segments_BxL != 0)[:, :, None], x_BxLxD, 0)

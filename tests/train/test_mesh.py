@@ -65,7 +65,6 @@ def test_weights_optimizer_and_batch_really_lie_where_the_rules_say():
     assert {shard.data.shape[0] for shard in batch["tokens"].addressable_shards} == {stepping.rows // 4}
 
 
-@pytest.mark.xfail(reason="the embedding's lookup, split over its width by fsdp, gathers all rows", strict=True)
 def test_activations_stay_split_by_rows_in_the_compiled_step():
     """Without the constraints the partitioner follows the weights, and every device holds all rows."""
     stepping = Stepping("clm", (2, 2, 1))
