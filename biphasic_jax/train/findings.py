@@ -7,6 +7,7 @@ from statistics import mean
 import numpy as np
 
 from biphasic_jax.config import differences
+from biphasic_jax.errors import UserError
 from biphasic_jax.train.record import Line, Record
 
 # Settings that may differ between two runs without making them hard to compare.
@@ -89,14 +90,30 @@ class Pair:
         return 2 * math.sqrt(sum(parts))
 
 
+def check_comparable(run: Record, baseline: Record) -> None:
+    """Raises `UserError` unless both runs answered for the same held-out tokens."""
+    mine, theirs = run.data.get("fingerprint"), baseline.data.get("fingerprint")
+    if mine != theirs:
+        raise UserError(
+            f"--baseline={baseline.folder}: it read other rows (fingerprint {theirs}, here {mine}): accuracies on "
+            f"other held-out text or another tokenizer cannot be compared; give a run on the same rows"
+        )
+    for key in ("rows", "seed"):
+        a, b = run.config["evaluation"][key], baseline.config["evaluation"][key]
+        if a != b:
+            raise UserError(
+                f"--baseline={baseline.folder}: its evaluation.{key} is {b}, here it is {a}: use `evaluate`"
+            )
+
+
 def pairs(run: Record, baseline: Record) -> list[Pair]:
-    """What both runs measured of MLM, at the last step that both have reached."""
-    step = min(run.step, baseline.step)
+    """What both runs measured of MLM, each rate at the last step at which both did."""
     found = []
     for rate in run.mask_rates:
-        mine, theirs = run.at(step, "mlm", rate), baseline.at(step, "mlm", rate)
-        if mine and theirs and mine["loss"] is not None and theirs["loss"] is not None:
-            found.append(Pair(rate, mine, theirs))
+        theirs = {line["step"]: line for line in baseline.measured("mlm", rate) if line["loss"] is not None}
+        mine = [line for line in run.measured("mlm", rate) if line["loss"] is not None and line["step"] in theirs]
+        if mine:
+            found.append(Pair(rate, mine[-1], theirs[mine[-1]["step"]]))
     return found
 
 
@@ -116,7 +133,9 @@ def comparison_finding(run: Record, baseline: Record) -> str:
         for pair in found
     )
     alone = " (MLM alone)" if {p.objective for p in baseline.phases} == {"mlm"} else ""
-    steps = f"after {min(run.step, baseline.step):,} steps"
+    steps = f"after {found[-1].run['step']:,} steps"
+    if baseline.step < baseline.end:
+        steps += f" ({baseline.name} is not finished: step {baseline.step:,} of {baseline.end:,})"
     return f"Held-out MLM accuracy of {run.name} {verdict} that of {baseline.name}{alone} {steps}: {listed}."
 
 
@@ -149,10 +168,17 @@ class Cost:
     data_wait: float
 
 
-def cost_of(run: Record, phase: int | None = None) -> Cost | None:
-    """What a run, or a phase of it, cost. Where not every step has a line, a line stands for those before it."""
+def cost_of(run: Record, phase: int | None = None, until: int | None = None) -> Cost | None:
+    """What a run, or a phase of it, cost up to step `until`.
+
+    Where not every step has a line, a line stands for those before it.
+    """
     read_M = np.diff([0, *(line["tokens_total"] for line in run.train)])
-    chosen = [m for m, line in enumerate(run.train) if phase in (None, line["phase"])]
+    chosen = [
+        m
+        for m, line in enumerate(run.train)
+        if phase in (None, line["phase"]) and (until is None or line["step"] <= until)
+    ]
     if not chosen:
         return None
     rate_M, mfu_M, wait_M = (

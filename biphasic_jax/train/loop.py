@@ -221,11 +221,11 @@ class Loop:
         self.recorder.train(self.program, step, metrics, waited)
 
     def report(self) -> None:
-        from biphasic_jax.train.report import summary_lines, write_report
+        from biphasic_jax.train.report import write_report
 
-        path = write_report(self.run.folder.path)
+        path, lines = write_report(self.run.folder.path)
         if not self.quiet:
-            print("\n".join([*summary_lines(self.run.folder.path), f"report: {path}"]))
+            print("\n".join([*lines, f"report: {path}"]))
 
 
 def _make_evaluator(run: "Run") -> Any:

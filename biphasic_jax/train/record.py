@@ -18,10 +18,11 @@ Line = dict[str, Any]
 def data_facts(rows: Rows) -> dict[str, Any]:
     """What `data.json` of a run says of its held-out rows; `rows` is the validation split.
 
-    validation_tokens: those that the entropy is of. unigram_entropy: nats a token.
+    fingerprint: of the prepared rows. validation_tokens: those that the entropy is of. unigram_entropy: nats a token.
     """
     count_V = _token_counts(rows)
     return {
+        "fingerprint": rows.manifest.fingerprint,
         "validation_rows": len(rows),
         "validation_tokens": int(count_V.sum()),
         "unigram_entropy": _entropy(count_V),

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from biphasic_jax.data.manifest import write_whole
-from biphasic_jax.train.findings import cost_of, duration, findings, last_mean, pairs, unlike
+from biphasic_jax.train.findings import check_comparable, cost_of, duration, findings, last_mean, pairs, unlike
 from biphasic_jax.train.record import Record, read_record
 
 REPORT = "report.md"
@@ -25,31 +25,29 @@ on, and beside a baseline."""
 
 
 def main(args: argparse.Namespace) -> int:
-    path = write_report(args.workdir, args.baseline)
-    print("\n".join([*summary_lines(args.workdir, args.baseline), f"report: {path}"]))
+    path, lines = write_report(args.workdir, args.baseline)
+    print("\n".join([*lines, f"report: {path}"]))
     return 0
 
 
-def summary_lines(workdir: str, baseline: str | None = None) -> list[str]:
-    """Three lines of result, for the end of a run in a terminal."""
-    return findings(read_record(workdir), read_record(baseline) if baseline else None)
-
-
-def write_report(workdir: str, baseline: str | None = None) -> str:
-    """Writes report.md and curves/NAME.png into `workdir`; returns the path of the former.
+def write_report(workdir: str, baseline: str | None = None) -> tuple[str, list[str]]:
+    """Writes report.md and curves/NAME.png into `workdir`; returns the path of the former and three lines of result.
 
     `baseline`: a run to compare with, usually MLM alone over the same budget. Raises `UserError` where a
-    folder is no run or has no metrics yet.
+    folder is no run or has no metrics yet, or where the two read different rows.
     """
     from biphasic_jax.train import curves  # matplotlib is slow to import, and only a report needs it
 
     run = read_record(workdir)
     other = read_record(baseline) if baseline else None
+    if other:
+        check_comparable(run, other)
+    lines = findings(run, other)
 
     def png(name: str) -> str:
         return os.path.join(workdir, CURVES, f"{name}.png")
 
-    parts = [f"# {run.name}", "\n".join(f"- {line}" for line in findings(run, other))]
+    parts = [f"# {run.name}", "\n".join(f"- {line}" for line in lines)]
     if run.validation:
         curves.draw_losses(run, png("losses"))
         curves.draw_accuracy(run, png("accuracy"))
@@ -69,7 +67,7 @@ def write_report(workdir: str, baseline: str | None = None) -> str:
         parts += ["## Where it ran", environment_table(run)]
     path = os.path.join(workdir, REPORT)
     write_whole(path, ("\n\n".join(parts) + "\n").encode())
-    return path
+    return path, lines
 
 
 def held_out_table(run: Record) -> str:
@@ -101,7 +99,7 @@ def held_out_table(run: Record) -> str:
 
 
 def comparison_table(run: Record, other: Record) -> str:
-    """MLM of two runs, at each mask rate, at the last step that both have reached."""
+    """MLM of two runs, at each mask rate, at the last step at which both were measured."""
     rows = [
         [
             f"{pair.mask_rate:.0%}",
@@ -126,8 +124,9 @@ def comparison_table(run: Record, other: Record) -> str:
 
 
 def _settings(run: Record, other: Record) -> str:
-    tokens = [cost.tokens if (cost := cost_of(record)) else 0 for record in (run, other)]
-    budget = f"Tokens read: {tokens[0]:,} and {tokens[1]:,}. "
+    step = pairs(run, other)[-1].run["step"]
+    tokens = [cost.tokens if (cost := cost_of(record, until=step)) else 0 for record in (run, other)]
+    budget = f"Tokens read by then: {tokens[0]:,} and {tokens[1]:,}. "
     lines = unlike(run, other)
     if not lines:
         return budget + "The two runs differ in their phases alone."

@@ -15,7 +15,7 @@ from biphasic_jax.plan import learning_rate, make_plan
 from biphasic_jax.train.findings import cost_of, duration, findings, loss_finding, pairs
 from biphasic_jax.train.metrics import MetricsFile
 from biphasic_jax.train.record import data_facts, read_record, unigram_entropy
-from biphasic_jax.train.report import main, summary_lines, write_report
+from biphasic_jax.train.report import main, write_report
 from biphasic_jax.train.run_folder import plan_facts
 
 ENTROPY = 5.0
@@ -77,7 +77,7 @@ def write_run(folder, phases=(("clm", 40), ("mlm", 60)), clm=4.0, mlm=4.5, accur
 
 
 def report_text(*folders):
-    return pathlib.Path(write_report(*folders)).read_text()
+    return pathlib.Path(write_report(*folders)[0]).read_text()
 
 
 def test_unigram_entropy_is_that_of_the_ordinary_tokens():
@@ -120,7 +120,7 @@ def test_a_loss_that_is_not_finite_does_not_break_the_report(tmp_path):
 def test_the_comparison_says_plainly_who_is_better(tmp_path, accuracy, words):
     run = write_run(tmp_path / "two", accuracy=accuracy)
     alone = write_run(tmp_path / "alone", phases=(("mlm", 100),), accuracy=0.3)
-    line = summary_lines(run, alone)[1]
+    line = write_report(run, alone)[1][1]
     assert f"of two {words} that of alone (MLM alone) after 100 steps" in line
     assert f"{accuracy:.1%} against 30.0% at mask rate 15%" in line
 
@@ -148,7 +148,7 @@ def test_settings_that_differ_are_listed(tmp_path):
 
 def test_the_report_has_every_table_and_its_pictures_are_there(tmp_path):
     run, alone = write_run(tmp_path / "two"), write_run(tmp_path / "alone", phases=(("mlm", 100),))
-    path = write_report(run, alone)
+    path, _ = write_report(run, alone)
     text = pathlib.Path(path).read_text()
     assert path == str(tmp_path / "two" / "report.md")
     assert "| end of CLM, step 40 | end of MLM 30%, step 100 |" in text
@@ -171,14 +171,14 @@ def test_a_run_that_goes_on_can_be_reported(tmp_path):
     folder = write_run(tmp_path / "run", until=70)
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
         file.write('{"step": 71, "spl')  # a line that is being written
-    lines = summary_lines(folder)
+    _, lines = write_report(folder)
     assert lines[0].startswith("Not finished, step 70 of 100. ")
     assert "| in MLM 30%, step 70 |" in report_text(folder)
 
 
 def test_a_run_without_any_evaluation_can_be_reported(tmp_path):
     folder = write_run(tmp_path / "run", until=10)
-    assert summary_lines(folder)[0].endswith("No held-out loss was measured in a phase that trains it yet.")
+    assert write_report(folder)[1][0].endswith("No held-out loss was measured in a phase that trains it yet.")
     assert "curves/training.png" in report_text(folder)
 
 
@@ -220,3 +220,20 @@ def test_the_verb_prints_three_lines_and_the_path(tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 4
     assert printed[3] == f"report: {tmp_path / 'run' / 'report.md'}"
+
+
+def test_runs_on_other_rows_are_not_compared(tmp_path):
+    run, other = write_run(tmp_path / "two"), write_run(tmp_path / "other", phases=(("mlm", 100),))
+    facts = json.loads((tmp_path / "other" / "data.json").read_text())
+    (tmp_path / "other" / "data.json").write_text(json.dumps({**facts, "fingerprint": "elsewhere"}))
+    with pytest.raises(UserError, match="it read other rows"):
+        write_report(run, other)
+    assert not (tmp_path / "two" / "report.md").exists()
+
+
+def test_a_baseline_that_still_runs_is_compared_where_both_were_measured_and_said_to_run(tmp_path):
+    run = write_run(tmp_path / "two")
+    alone = write_run(tmp_path / "alone", phases=(("mlm", 100),), until=73)
+    path, lines = write_report(run, alone)
+    assert "after 60 steps (alone is not finished: step 73 of 100)" in lines[1]
+    assert "Tokens read by then: 30,720 and 30,720." in pathlib.Path(path).read_text()
