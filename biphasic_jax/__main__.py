@@ -4,6 +4,7 @@ import argparse
 import difflib
 import errno
 import importlib
+import importlib.metadata
 import os
 import signal
 import sys
@@ -35,6 +36,9 @@ def parse(argv: list[str]) -> tuple[str, argparse.Namespace]:
     overview = "\n".join(f"  {verb:<11}{text}" for verb, (_, text) in VERBS.items())
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(f"usage: python -m biphasic_jax VERB ...\n\n{__doc__}\n\n{overview}\n\nVERB --help tells more of each.")
+        raise SystemExit(0)
+    if argv[0] == "--version":
+        print(f"biphasic_jax {importlib.metadata.version('biphasic_jax')}")
         raise SystemExit(0)
     verb = argv[0]
     if verb not in VERBS:

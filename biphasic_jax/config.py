@@ -147,7 +147,11 @@ def read_config_file(spec: str) -> ConfigDict:
     """What `get_config` of `FILE[:ARGUMENT]` returns, before overrides. Its folder may hold modules it imports."""
     path, _, argument = spec.partition(":")
     if not os.path.isfile(path):
-        raise UserError(f"--config={spec}: there is no file {path!r}; see configs/ for recipes")
+        folder, name = os.path.split(path)
+        here = sorted(f for f in os.listdir(folder or ".") if f.endswith(".py")) if os.path.isdir(folder or ".") else []
+        raise UserError(
+            f"--config={spec}: there is no file {path!r}{nearest(name, here) or '; see configs/ for recipes'}"
+        )
     module_spec = importlib.util.spec_from_file_location("biphasic_jax_user_config", path)
     if module_spec is None or module_spec.loader is None:
         raise UserError(f"--config={spec}: {path!r} is not a Python file")

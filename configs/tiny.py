@@ -26,4 +26,5 @@ def get_config() -> ConfigDict:
     c.checkpoint.every = 20
     c.evaluation.every = 40
     c.evaluation.rows = 64
+    c.evaluation.mask_rates = (0.15, 0.3)
     return c

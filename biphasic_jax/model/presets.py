@@ -1,9 +1,9 @@
 """Sizes by name: the paper's three, and small ones for a CPU; and what a size counts in parameters."""
 
-import difflib
 from typing import Any
 
 from biphasic_jax.errors import UserError
+from biphasic_jax.overrides import nearest
 from biphasic_jax.model.transformer import ModelConfig
 
 PAPER_VOCABULARY = 128_256  # Llama 3's tokenizer
@@ -19,10 +19,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str) -> dict[str, Any]:
-    """The keys of `config.model` that the size `name` sets; `UserError` names the near ones."""
+    """The keys of `config.model` that the size `name` sets; `UserError` names the near ones, or all."""
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=2, cutoff=0.3) or list(PRESETS)
-        raise UserError(f"size {name!r}: there is no such size; near it are {', '.join(near)}")
+        raise UserError(f"size {name!r}: there is no such size{nearest(name, list(PRESETS))}")
     return dict(PRESETS[name])
 
 
