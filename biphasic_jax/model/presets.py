@@ -3,8 +3,8 @@
 from typing import Any
 
 from biphasic_jax.errors import UserError
-from biphasic_jax.overrides import nearest
 from biphasic_jax.model.transformer import ModelConfig
+from biphasic_jax.overrides import nearest
 
 PAPER_VOCABULARY = 128_256  # Llama 3's tokenizer
 
