@@ -20,6 +20,8 @@ from biphasic_jax.errors import UserError
 from biphasic_jax.overrides import apply_override, nearest
 
 SEGMENT_POLICIES = ("documents", "random_split", "row")
+LONGEST_ROW = 2**20  # tokens: what attention could ever hold
+MOST_TOKENS = 2**31  # a step
 SCHEDULE_SHAPES = ("linear", "cosine", "sqrt")
 # Keys that may differ between two starts of one run: none of them reaches the weights.
 FREE_KEYS = ("data.rows", "data.workers", "checkpoint", "log")
@@ -161,23 +163,27 @@ def read_config_file(spec: str) -> ConfigDict:
         sys.path.append(folder)
     try:
         module_spec.loader.exec_module(module)
+        if not hasattr(module, "get_config"):
+            raise UserError(f"--config={spec}: {path} has no function get_config()")
+        if argument and not inspect.signature(module.get_config).parameters:
+            raise UserError(f"--config={spec}: {path} takes no argument, but {argument!r} was given")
+        config = module.get_config(argument) if argument else module.get_config()
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"--config={spec}: {path} cannot be read: {type(error).__name__}: {error}") from error
-    if not hasattr(module, "get_config"):
-        raise UserError(f"--config={spec}: {path} has no function get_config()")
-    takes_argument = bool(inspect.signature(module.get_config).parameters)
-    if argument and not takes_argument:
-        raise UserError(f"--config={spec}: {path} takes no argument, but {argument!r} was given")
-    return module.get_config(argument) if argument else module.get_config()
+    if not isinstance(config, ConfigDict):
+        raise UserError(f"--config={spec}: get_config() gave {config!r}; return a changed default_config()")
+    return config
 
 
 def resolve(config: ConfigDict, objectives: Mapping[str, Any]) -> ConfigDict:
     """A locked copy with every duration in steps and every objective's settings filled in; checked."""
     config = ConfigDict(to_dict(config))
-    unknown_keys(config, default_config(), "")
+    check_keys(config, default_config(), "")
     with config.unlocked():
+        if not all(isinstance(p, dict | ConfigDict) for p in config.phases):
+            raise UserError(f"config.phases={to_dict(config.phases)!r}: each must be made by phase('clm', steps=...)")
         config.phases = tuple(ConfigDict(p) for p in config.phases)
         _resolve_phases(config, objectives)
         total = sum(p.steps for p in config.phases)
@@ -195,13 +201,31 @@ def resolve(config: ConfigDict, objectives: Mapping[str, Any]) -> ConfigDict:
     return config
 
 
-def unknown_keys(config: ConfigDict, known: ConfigDict, prefix: str) -> None:
-    """Raises for the first key of `config` that `known` lacks, and names the nearest."""
-    for name in config:
+def check_keys(config: ConfigDict, known: ConfigDict, prefix: str) -> None:
+    """Raises for the first key that `known` lacks, naming the nearest, or whose value is of another kind."""
+    for name, value in config.items():
+        key = prefix + name
         if name not in known:
-            raise UserError(f"config: unknown key {prefix + name!r}{nearest(name, list(known.keys()))}")
-        if isinstance(known[name], ConfigDict) and isinstance(config[name], ConfigDict):
-            unknown_keys(config[name], known[name], f"{prefix}{name}.")
+            raise UserError(f"config: unknown key {key!r}{nearest(name, list(known.keys()))}")
+        if isinstance(known[name], ConfigDict) and isinstance(value, ConfigDict):
+            check_keys(value, known[name], f"{key}.")
+            continue
+        kinds, words = KINDS[type(known[name])]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise UserError(f"config.{key}={value!r} must be {words}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"config.{key}={value!r} must be a finite number")
+
+
+# Of a default: the kinds of value that may stand in its place, and how to say so. Numbers are checked further.
+KINDS: dict[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int, float), "a number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "text"),
+    tuple: ((tuple, list), "a list"),
+    ConfigDict: ((ConfigDict,), "a group of keys"),
+}
 
 
 def _resolve_phases(config: ConfigDict, objectives: Mapping[str, Any]) -> None:
@@ -275,14 +299,19 @@ def check(config: ConfigDict) -> None:
     one_of("model.remat", m.remat, ("none", "dots", "full"))
     one_of("model.attention", m.attention, ("auto", "xla"))
 
-    need(isinstance(config.seed, int) and config.seed >= 0, f"seed={config.seed!r} must be an int of 0 or more")
+    for key, seed in (("seed", config.seed), ("data.seed", d.seed), ("evaluation.seed", config.evaluation.seed)):
+        need(isinstance(seed, int) and 0 <= seed < 2**31, f"{key}={seed!r} must be an int of 0 to {2**31 - 1}")
     one_of("data.segments", d.segments, SEGMENT_POLICIES)
-    need(d.row_length >= 8, f"data.row_length={d.row_length} must be at least 8 tokens")
+    need(8 <= d.row_length <= LONGEST_ROW, f"data.row_length={d.row_length} must be 8 to {LONGEST_ROW:,} tokens")
+    need(all(isinstance(x, str) for x in d.sources), f"data.sources={tuple(d.sources)!r}: each must be PATH[:WEIGHT]")
     need(0 <= d.validation < 1, f"data.validation={d.validation} must be a share below 1")
     need(bool(d.rows or d.sources), "data: give data.rows (a folder that `prepare` wrote) or data.sources")
     need(d.workers >= 0, f"data.workers={d.workers} must be 0 or more")
 
-    need(b.rows > 0, f"batch.rows={b.rows} must be positive")
+    need(
+        0 < b.rows <= MOST_TOKENS // d.row_length,
+        f"batch.rows={b.rows} must be positive, and at most {MOST_TOKENS:,} tokens a step",
+    )
     need(
         b.accumulation > 0 and b.rows % b.accumulation == 0,
         f"batch.rows={b.rows} must be a multiple of batch.accumulation={b.accumulation}",
@@ -291,6 +320,7 @@ def check(config: ConfigDict) -> None:
     one_of("optimizer.decay", o.decay, ("matrices", "all"))
     need(o.learning_rate > 0, f"optimizer.learning_rate={o.learning_rate} must be positive")
     need(0 <= o.beta1 < 1 and 0 <= o.beta2 < 1, f"optimizer.beta1={o.beta1}, beta2={o.beta2} must be in [0, 1)")
+    need(o.weight_decay >= 0 and o.eps > 0, f"optimizer.weight_decay={o.weight_decay}, eps={o.eps}: 0 or more, above 0")
     need(o.clip >= 0, f"optimizer.clip={o.clip} must be 0 (none) or more")
 
     s = config.schedule
@@ -304,8 +334,9 @@ def check(config: ConfigDict) -> None:
                 p.warmup + p.decay <= p.steps,
                 f"phases[{i}]: warmup={p.warmup} and decay={p.decay} steps are more than its {p.steps} steps",
             )
+    total = sum(p.steps for p in config.phases)
+    need(total < 2**31, f"phases: {total:,} steps in all are more than {2**31 - 1:,}")
     if s.span == "plan":
-        total = sum(p.steps for p in config.phases)
         need(
             s.warmup + s.decay <= total,
             f"schedule: warmup={s.warmup} and decay={s.decay} steps are more than the plan's {total} steps",
@@ -315,7 +346,9 @@ def check(config: ConfigDict) -> None:
     k, e = config.checkpoint, config.evaluation
     need(k.every >= 0 and k.keep_every >= 0, f"checkpoint.every={k.every}, keep_every={k.keep_every}: 0 or more")
     need(k.keep_last >= 1, f"checkpoint.keep_last={k.keep_last} must be at least 1")
-    need(e.every >= 0 and e.rows >= 0, f"evaluation.every={e.every}, rows={e.rows}: 0 or more")
+    need(k.minutes >= 0, f"checkpoint.minutes={k.minutes} must be 0 (never) or more")
+    for key in ("every", "rows", "batch_rows"):
+        need(isinstance(e[key], int) and e[key] >= 0, f"evaluation.{key}={e[key]!r} must be an int of 0 or more")
     for rate in e.mask_rates:
         need(
             isinstance(rate, int | float) and 0 < rate <= 1,

@@ -78,11 +78,13 @@ def _fit_type(value: Any, current: Any, key: str, text: str) -> Any:
     elif isinstance(current, str):
         return value if isinstance(value, str) else text
     elif isinstance(current, list | tuple):
-        if isinstance(value, list | tuple):
+        if isinstance(value, list | tuple) and not (
+            current and isinstance(current[0], ConfigDict) and not all(isinstance(v, dict) for v in value)
+        ):
             if current and isinstance(current[0], ConfigDict):
                 return tuple(ConfigDict(v) for v in value)
             return tuple(value)
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) and not (current and isinstance(current[0], ConfigDict)):
             return tuple(parse_value(part) for part in text.split(","))
     elif isinstance(current, ConfigDict):
         if isinstance(value, dict):

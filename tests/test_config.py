@@ -80,6 +80,21 @@ def test_e10_every_key_is_read_somewhere():
         ("optimizer.name=lion", "adamw, muon"),
         ("phases[0].warmup=3", "schedule.span='phase'"),
         ("seed", "--config.KEY=VALUE"),
+        ("phases=5", "needs a value like"),
+        ("phases=mlm", "needs a value like"),
+        ("phases=(1, 2)", "needs a value like"),
+        ("optimizer.learning_rate={'a': 1}", "must be a number"),
+        ("optimizer.learning_rate=1e999", "finite"),
+        ("optimizer.weight_decay=-1", "weight_decay=-1"),
+        ("data.sources=5", "PATH[:WEIGHT]"),
+        ("evaluation.batch_rows=-3", "0 or more"),
+        ("evaluation.seed=-1", "evaluation.seed=-1"),
+        ("data.seed=-1", "data.seed=-1"),
+        ("seed=99999999999999999999999", "must be an int of 0 to"),
+        ("checkpoint.minutes=-1", "0 (never) or more"),
+        ("phases[1].steps=100000000000000000000", "steps in all"),
+        ("batch.rows=100000000000", "tokens a step"),
+        ("data.row_length=1000000000000", "8 to 1,048,576"),
     ],
 )
 def test_each_broken_rule_names_the_value_and_the_mend(override, message):
@@ -131,6 +146,9 @@ def test_differences_are_listed_by_key():
         ("x = 1", "no function get_config"),
         ("def get_config(:", "SyntaxError"),
         ("import nothing_of_that_name", "ModuleNotFoundError"),
+        ("def get_config(): raise ValueError('x')", "ValueError: x"),
+        ("import sys; sys.exit(7)", "SystemExit: 7"),
+        ("def get_config(): return 5", "changed default_config"),
     ],
 )
 def test_a_config_file_that_cannot_be_read(tmp_path, text, message):

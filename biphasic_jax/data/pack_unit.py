@@ -18,6 +18,7 @@ from biphasic_jax.data.manifest import Accounting, Shard, write_whole
 from biphasic_jax.data.packing import PackedRow, pack
 from biphasic_jax.data.shards import ShardWriter
 from biphasic_jax.data.sources import Unit
+from biphasic_jax.errors import UserError
 
 # Text that goes to the tokenizer at one time, in characters.
 TOKENISE_AT_ONCE = 1 << 19
@@ -71,7 +72,10 @@ def pack_unit(unit: Unit, key: str, recipe: Recipe, tokenizer: Tokenizer, folder
     def train() -> Iterator[np.ndarray]:
         """The training documents; held-out ones are put aside, they are few."""
         for texts in _batches(unit_documents(unit, recipe.text_key)):
-            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            try:
+                encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            except Exception as error:  # the library knows no narrower one
+                raise UserError(f"the tokenizer cannot encode a text ({error}); give it an unknown token") from error
             sizes, tokens = sum(len(text.encode()) for text in texts), 0
             for text, encoding in zip(texts, encodings, strict=True):
                 document_N = np.array([*encoding.ids, recipe.eos], np.int32)

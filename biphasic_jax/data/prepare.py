@@ -10,7 +10,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from biphasic_jax.config import SEGMENT_POLICIES
+from biphasic_jax.config import LONGEST_ROW, SEGMENT_POLICIES
 from biphasic_jax.data.build import Settings, build_rows, describe
 from biphasic_jax.data.manifest import Manifest, read_manifest
 from biphasic_jax.errors import UserError
@@ -62,8 +62,8 @@ def main(args: argparse.Namespace) -> int:
         args.mask_token,
         args.text_key,
     )
-    if args.row_length < 8:
-        raise UserError(f"--row-length={args.row_length} must be at least 8 tokens")
+    if not 8 <= args.row_length <= LONGEST_ROW:
+        raise UserError(f"--row-length={args.row_length} must be 8 to {LONGEST_ROW:,} tokens")
     if not 0 <= args.validation < 1:
         raise UserError(f"--validation={args.validation} must be a share below 1")
     if args.seed < 0 or args.workers < 0:

@@ -31,6 +31,7 @@ WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SMALLEST_VOCABULARY = 256 + len(SPECIALS)
+LARGEST_VOCABULARY = 2**24  # what the trainer is asked to hold at most
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,10 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE of at most `vocab_size` ids, the four specials first; the same for the same texts."""
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise UserError(f"--vocab-size={vocab_size}: a byte-level vocabulary needs at least {SMALLEST_VOCABULARY}")
+    if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
+        raise UserError(
+            f"--vocab-size={vocab_size}: a byte-level one has {SMALLEST_VOCABULARY} to {LARGEST_VOCABULARY:,} ids"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

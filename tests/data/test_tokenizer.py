@@ -271,3 +271,8 @@ def test_fertility_counts_words_and_bytes():
     assert measured["measured_on"] == "training"
     assert measured["whole_words"] > 0.5
     assert measured["tokens_per_word"] < 3
+
+
+def test_an_absurd_vocabulary_is_an_error_before_memory_is_asked_for():
+    with pytest.raises(UserError, match="--vocab-size=1000000000000: a byte-level one has"):
+        train_tokenizer(["some text"], 10**12)
