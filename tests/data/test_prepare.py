@@ -403,7 +403,7 @@ def test_ensure_rows_checks_rows_that_are_given(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("--row-length=4",), "--row-length=4 must be at least 8"),
+        (("--row-length=4",), "--row-length=4 must be 8 to 1,048,576"),
         (("--validation=1",), "--validation=1.0 must be a share below 1"),
         (("--source=nowhere.txt",), "--source=nowhere.txt: there is no such file"),
         (("--tokenizer=nowhere.json",), "nowhere.json: there is no such file"),
