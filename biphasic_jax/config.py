@@ -142,7 +142,7 @@ def load_config(spec: str, overrides: Sequence[str], registry: Callable[[], Mapp
     config = read_config_file(spec)
     for override in overrides:
         apply_override(config, override)
-    return resolve(config, registry() if callable(registry) else registry)
+    return resolve(config, registry())
 
 
 def read_config_file(spec: str) -> ConfigDict:

@@ -21,8 +21,6 @@ from biphasic_jax.train.optimizer import make_optimizer
 from biphasic_jax.train.state import init_state
 from biphasic_jax.train.step import make_train_step
 
-HEADS = ("gathered", "all", "full")
-
 
 def objective_class(name: str, head: str) -> type[Objective]:
     """The objective `name` with a choice of what reaches the head, and how.
@@ -93,5 +91,5 @@ class Ours:
 
 
 def build(settings: Mapping[str, Any]) -> Ours:
-    """Settings: a workload's, and `head`, one of HEADS."""
+    """Settings: a workload's, and `head`: gathered, all or full."""
     return Ours(workload(settings), settings["head"])

@@ -137,6 +137,7 @@ def ensure_rows(config: ConfigDict) -> str:
 
 
 def cache_root() -> str:
+    """Where rows and compiled programs are kept between runs: $BIPHASIC_CACHE, or ~/.cache/biphasic_jax."""
     return os.environ.get("BIPHASIC_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "biphasic_jax")
 
 

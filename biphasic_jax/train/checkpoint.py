@@ -161,11 +161,6 @@ class Checkpointer:
     def path(self, step: int) -> str:
         return os.path.join(self.folder, str(step))
 
-    def newest(self) -> str | None:
-        """The folder of the newest complete checkpoint."""
-        steps = complete_steps(self.folder)
-        return self.path(steps[-1]) if steps else None
-
     def save(self, step: int, state: TrainState, meta: Mapping[str, Any], tokenizer: str) -> None:
         """Writes step `step`; `meta` is plain JSON, `tokenizer` the text of tokenizer.json."""
         self.wait()

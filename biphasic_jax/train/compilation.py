@@ -4,11 +4,12 @@ import os
 
 import jax
 
+from biphasic_jax.data.prepare import cache_root
+
 
 def cache_folder() -> str:
     """$BIPHASIC_CACHE/xla, or ~/.cache/biphasic_jax/xla."""
-    root = os.environ.get("BIPHASIC_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "biphasic_jax")
-    return os.path.join(root, "xla")
+    return os.path.join(cache_root(), "xla")
 
 
 def enable_compilation_cache() -> None:

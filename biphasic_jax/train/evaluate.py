@@ -13,11 +13,9 @@ from rich.table import Table
 from biphasic_jax.data.prepare import ensure_rows
 from biphasic_jax.data.shards import Rows
 from biphasic_jax.errors import UserError
-from biphasic_jax.train.evaluator import Evaluator, evaluate_all, predicts_shifted
+from biphasic_jax.train.evaluator import Evaluator, predicts_shifted
 from biphasic_jax.train.opened import Opened, open_checkpoint
 from biphasic_jax.train.pll import Score, pseudo_perplexity, score_rows, score_sentences
-
-__all__ = ["Evaluator", "configure", "evaluate_all", "main"]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

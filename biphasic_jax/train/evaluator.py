@@ -147,22 +147,6 @@ class Evaluator:
         return totals
 
 
-def evaluate_all(
-    model: Any,
-    params: Any,
-    config: ConfigDict,
-    vocabulary: Vocabulary,
-    validation_rows: Rows,
-    *,
-    step: int,
-    phase: int,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> list[Line] | None:
-    """`Evaluator.run` for one use; a loop keeps the `Evaluator`, which holds the compiled functions."""
-    evaluator = Evaluator(model, config, vocabulary, validation_rows)
-    return evaluator.run(params, step=step, phase=phase, should_stop=should_stop)
-
-
 def _add(totals: dict[str, float], answer: tuple[Any, Any, Mapping[str, Any]]) -> None:
     loss_sum, weight_sum, sums = jax.device_get(answer)
     totals["loss"] += float(loss_sum) - float(sums.get("z_loss", 0.0))  # a penalty, no part of the figure

@@ -17,6 +17,7 @@ import numpy as np
 from biphasic_jax.data.vocabulary import Vocabulary
 from biphasic_jax.errors import UserError
 from biphasic_jax.model.head import head_kernel, project
+from biphasic_jax.objectives.objective import segment_starts
 
 CHUNK = 256  # predictions whose logits exist at one time
 
@@ -108,7 +109,7 @@ def _rank_in_segment(
     tokens_BxL: np.ndarray, segments_BxL: np.ndarray, vocabulary: Vocabulary, shifted: bool
 ) -> np.ndarray:
     """How many scored tokens stand before each scored token in its segment; -1 where none is scored."""
-    starts_BxL = np.diff(segments_BxL, axis=1, prepend=-1) != 0
+    starts_BxL = segment_starts(segments_BxL)
     scored_BxL = (segments_BxL > 0) & ~vocabulary.special_V[tokens_BxL]
     if shifted:
         scored_BxL &= ~starts_BxL

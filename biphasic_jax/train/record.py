@@ -18,7 +18,10 @@ Line = dict[str, Any]
 def data_facts(rows: Rows) -> dict[str, Any]:
     """What `data.json` of a run says of its held-out rows; `rows` is the validation split.
 
-    fingerprint: of the prepared rows. validation_tokens: those that the entropy is of. unigram_entropy: nats a token.
+    fingerprint: of the prepared rows. validation_tokens: those that the entropy is of.
+    unigram_entropy: -sum p log p of the tokens of all rows, nats a token, padding and special tokens left out. It
+    is the lowest loss on these very rows without a look at any context: what is below it has learnt more than
+    how frequent tokens are.
     """
     count_V = _token_counts(rows)
     return {
@@ -27,15 +30,6 @@ def data_facts(rows: Rows) -> dict[str, Any]:
         "validation_tokens": int(count_V.sum()),
         "unigram_entropy": _entropy(count_V),
     }
-
-
-def unigram_entropy(rows: Rows) -> float:
-    """-sum p log p of the tokens of all rows, in nats a token; padding and special tokens are left out.
-
-    The lowest loss that is possible on these very rows without a look at any context: what is below it has
-    learnt more than how frequent tokens are.
-    """
-    return _entropy(_token_counts(rows))
 
 
 def _token_counts(rows: Rows, batch_rows: int = 256) -> np.ndarray:

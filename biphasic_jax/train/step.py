@@ -1,6 +1,6 @@
 """The one pure step: micro-batches add, devices add, one division at the end."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ from biphasic_jax.train.state import TrainState, init_state
 
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
-Step = Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]
 
 
 def make_train_step(

@@ -12,7 +12,7 @@ from biphasic_jax.data.batches import evaluation_batches
 from biphasic_jax.data.shards import Rows
 from biphasic_jax.errors import UserError
 from biphasic_jax.model.transformer import Transformer
-from biphasic_jax.train.evaluator import Evaluator, evaluate_all, measures
+from biphasic_jax.train.evaluator import Evaluator, measures
 
 
 def run(config, step=0, rows=None, **options):
@@ -200,7 +200,7 @@ def test_a_stop_between_batches_gives_none():
 def test_z_loss_is_no_part_of_the_figures(lines):
     t = tiny()
     model = Transformer(dataclasses.replace(t.model.config, z_loss=0.01))
-    with_z = evaluate_all(model, t.params, tiny_config(mask_rates=(0.4,)), t.vocabulary, t.rows, step=7, phase=0)
+    with_z = Evaluator(model, tiny_config(mask_rates=(0.4,)), t.vocabulary, t.rows).run(t.params, step=7, phase=0)
     for line, other in zip((lines[0], lines[2]), with_z, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
 

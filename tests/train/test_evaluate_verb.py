@@ -11,7 +11,7 @@ from biphasic_jax.__main__ import main
 from biphasic_jax.config import to_dict
 from biphasic_jax.data.build import build_rows
 from biphasic_jax.train.checkpoint import Checkpointer
-from biphasic_jax.train.evaluator import evaluate_all
+from biphasic_jax.train.evaluator import Evaluator
 from biphasic_jax.train.opened import open_checkpoint
 from biphasic_jax.train.state import TrainState
 
@@ -44,7 +44,7 @@ def test_evaluate_gives_the_figures_of_the_run(run, capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["step"], found["phase"], found["row_count"]) == (4, 1, 19)
     t, config = tiny(), tiny_config(batch_rows=8, mask_rates=(0.4,))
-    assert found["measures"] == evaluate_all(t.model, t.params, config, t.vocabulary, t.rows, step=4, phase=1)
+    assert found["measures"] == Evaluator(t.model, config, t.vocabulary, t.rows).run(t.params, step=4, phase=1)
     assert found["pll"]["tokens"] > 0
 
 

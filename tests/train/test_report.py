@@ -14,7 +14,7 @@ from biphasic_jax.errors import UserError
 from biphasic_jax.plan import learning_rate, make_plan
 from biphasic_jax.train.findings import cost_of, duration, findings, loss_finding, pairs
 from biphasic_jax.train.metrics import MetricsFile
-from biphasic_jax.train.record import data_facts, read_record, unigram_entropy
+from biphasic_jax.train.record import data_facts, read_record
 from biphasic_jax.train.report import main, write_report
 from biphasic_jax.train.run_folder import plan_facts
 
@@ -86,7 +86,7 @@ def test_unigram_entropy_is_that_of_the_ordinary_tokens():
     ordinary = [int(i) for i in tokens[segments > 0] if not t.vocabulary.special_V[i]]
     _, counts = np.unique(ordinary, return_counts=True)
     share = counts / counts.sum()
-    assert unigram_entropy(t.rows) == pytest.approx(-(share * np.log(share)).sum(), rel=1e-12)
+    assert data_facts(t.rows)["unigram_entropy"] == pytest.approx(-(share * np.log(share)).sum(), rel=1e-12)
     assert data_facts(t.rows)["validation_tokens"] == len(ordinary)
     assert data_facts(t.rows)["validation_rows"] == len(t.rows)
 
