@@ -134,4 +134,6 @@ class _Display:
     def __exit__(self, kind: Any, *_: Any) -> None:
         if kind is None:
             self._progress.update(self._task, completed=self._progress.tasks[0].total)
+        else:
+            self._progress.live.transient = True  # an error stands alone on stderr
         self._progress.stop()

@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
     if args.top < 1:
         raise UserError(f"--top={args.top} must be at least 1")
     opened = open_checkpoint(args.checkpoint)
-    ids = encode_masked(opened.tokenizer, opened.vocabulary, args.text)
+    ids = encode_masked(opened.tokenizer, opened.vocabulary, args.text, opened.config.data.row_length)
     if not opened.has_learnt_mlm:
         print(
             f"warning: {opened.folder} (step {opened.step}) has not been in an MLM phase: its answers mean little",
@@ -80,8 +80,8 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def encode_masked(tokenizer: Tokenizer, vocabulary: Vocabulary, text: str) -> list[int]:
-    """The ids of a sentence in which `[MASK]`, or the tokenizer's own mask token, stands for one token.
+def encode_masked(tokenizer: Tokenizer, vocabulary: Vocabulary, text: str, row_length: int) -> list[int]:
+    """The ids, `row_length` at most, of a sentence in which `[MASK]` or the tokenizer's mask stands for one token.
 
     A space before a mask goes: in these vocabularies a word brings its own. The end-of-text token follows,
     as it does in training.
@@ -97,6 +97,8 @@ def encode_masked(tokenizer: Tokenizer, vocabulary: Vocabulary, text: str) -> li
         tokenizer.encode_special_tokens = literal
     if vocabulary.mask not in ids:
         raise UserError(f"--text={text!r} holds no mask: write {MARK} (or {own}) in place of a token")
+    if len(ids) >= row_length:
+        raise UserError(f"--text has {len(ids) + 1} tokens, but the model's rows hold {row_length}: shorten it")
     return [*ids, vocabulary.eos]
 
 

@@ -11,7 +11,7 @@ from biphasic_jax.train.fill_mask import encode_masked, fill_masks
 
 def encode(text):
     t = tiny()
-    return encode_masked(t.tokenizer, t.vocabulary, text)
+    return encode_masked(t.tokenizer, t.vocabulary, text, 64)
 
 
 def test_the_mark_and_the_tokenizers_own_mask_mean_the_same():
@@ -40,6 +40,11 @@ def test_text_in_a_document_stays_text():
 def test_no_mask_is_an_error_that_shows_how():
     with pytest.raises(UserError, match=r"holds no mask: write \[MASK\] \(or <\|mask\|>\)"):
         encode("The king of the sea")
+
+
+def test_a_text_longer_than_the_rows_is_refused():
+    with pytest.raises(UserError, match="but the model's rows hold 64: shorten it"):
+        encode("a king and " * 40 + "[MASK]")
 
 
 def test_candidates_are_the_most_probable_ordinary_tokens():
