@@ -29,6 +29,9 @@ class Examples:
     counts: dict[str, np.ndarray] = field(default_factory=dict)
 
 
+DEFINED: "list[type[Objective]]" = []  # all of them: nothing else holds on to a class of a config file
+
+
 class Objective:
     """Base of all objectives. A subclass in a module of this package is found by its `name`.
 
@@ -39,6 +42,10 @@ class Objective:
     name: ClassVar[str] = ""
     causal: ClassVar[bool] = False
     defaults: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        DEFINED.append(cls)
 
     def __init__(self, settings: Mapping[str, Any], vocabulary: Vocabulary, seed: int, steps: tuple[int, int]):
         """`seed` is the run's (or the evaluation's); `steps` the phase's first update and its end."""

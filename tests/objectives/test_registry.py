@@ -1,5 +1,7 @@
 """Adding an objective is one class in one file: it is found, checked, transformed, collated, sent to workers."""
 
+import gc
+
 import numpy as np
 import pytest
 from samples import row_batch, vocabulary
@@ -65,6 +67,12 @@ def test_an_objective_of_a_config_file_is_found_and_usable(config):
     assert batch["weights"].min() == 2
     assert np.array_equal(batch["tokens"], rows.tokens_BxL[:, ::-1])
     assert batch["counts/seen"].sum() == 4
+
+
+def test_an_objective_of_a_config_file_outlives_its_module(config):
+    config()
+    gc.collect()
+    assert "halves" in registry()
 
 
 def test_its_settings_are_checked_like_any_other(config):
