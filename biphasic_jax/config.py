@@ -1,30 +1,26 @@
-"""The settings of a run: defaults with their units, loading, overriding, and the one check.
+"""The settings of a run: defaults with their units, what is derived from them, and the one check.
 
-A config is an `ml_collections.ConfigDict` made by the `get_config(argument)` of a Python file.
-`load_config` reads the file, applies `--config.KEY=VALUE` overrides, fills what can be derived
-(steps of phases, warm-up and decay in steps) and checks everything before anything is built.
+A config is an `ml_collections.ConfigDict`. `resolve` fills what can be derived (steps of phases, warm-up and
+decay in steps) and checks everything before anything is built.
 """
 
-import importlib.util
-import inspect
 import json
 import math
-import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from biphasic_jax.errors import UserError
-from biphasic_jax.overrides import apply_override, nearest
+from biphasic_jax.overrides import nearest
 
 SEGMENT_POLICIES = ("documents", "random_split", "row")
 LONGEST_ROW = 2**20  # tokens: what attention could ever hold
 MOST_TOKENS = 2**31  # a step
 SCHEDULE_SHAPES = ("linear", "cosine", "sqrt")
 # Keys that may differ between two starts of one run: none of them reaches the weights.
-FREE_KEYS = ("data.rows", "data.workers", "checkpoint", "log")
+FREE_KEYS = ("data.rows", "data.workers", "mesh", "checkpoint", "log")
+MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 
 
 def default_config() -> ConfigDict:
@@ -65,6 +61,13 @@ def default_config() -> ConfigDict:
     c.batch = ConfigDict()
     c.batch.rows = 64  # rows a step, over all devices and micro-batches
     c.batch.accumulation = 1  # micro-batches a step
+
+    c.mesh = ConfigDict()  # devices along each axis, for what they split; one may be -1: all that are left
+    c.mesh.data = -1  # rows; weights are held whole
+    c.mesh.fsdp = 1  # rows, and weights over the model's width: less memory for weights and optimizer
+    c.mesh.tensor = 1  # heads, feed-forward width, vocabulary: for models too wide for one device
+    c.mesh.sequence = 1  # the length of rows: for rows too long for one device
+    c.mesh.slices = 1  # of a multi-slice TPU: what `data` runs over first
 
     c.budget_steps = 0  # what a phase's `share` is a share of; or
     c.budget_tokens = 0  # the same in tokens
@@ -130,51 +133,6 @@ def phase(objective: str, **settings: Any) -> ConfigDict:
 
 # The keys of a phase that belong to no objective.
 PHASE_KEYS = ("objective", "steps", "tokens", "share", "optimizer", "warmup", "decay", "learning_rate")
-
-
-def load_config(spec: str, overrides: Sequence[str], registry: Callable[[], Mapping[str, Any]]) -> ConfigDict:
-    """The resolved and checked config of `FILE[:ARGUMENT]` after `KEY=VALUE` overrides.
-
-    `registry()` maps a name to an object with `defaults` (a dict) and `check(settings)`; it is asked after
-    the file was read, so that a config may import an objective of its own. Raises `UserError` for anything
-    that is wrong with the config.
-    """
-    config = read_config_file(spec)
-    for override in overrides:
-        apply_override(config, override)
-    return resolve(config, registry())
-
-
-def read_config_file(spec: str) -> ConfigDict:
-    """What `get_config` of `FILE[:ARGUMENT]` returns, before overrides. Its folder may hold modules it imports."""
-    path, _, argument = spec.partition(":")
-    if not os.path.isfile(path):
-        folder, name = os.path.split(path)
-        here = sorted(f for f in os.listdir(folder or ".") if f.endswith(".py")) if os.path.isdir(folder or ".") else []
-        raise UserError(
-            f"--config={spec}: there is no file {path!r}{nearest(name, here) or '; see configs/ for recipes'}"
-        )
-    module_spec = importlib.util.spec_from_file_location("biphasic_jax_user_config", path)
-    if module_spec is None or module_spec.loader is None:
-        raise UserError(f"--config={spec}: {path!r} is not a Python file")
-    module = importlib.util.module_from_spec(module_spec)
-    folder = os.path.dirname(os.path.abspath(path))
-    if folder not in sys.path:
-        sys.path.append(folder)
-    try:
-        module_spec.loader.exec_module(module)
-        if not hasattr(module, "get_config"):
-            raise UserError(f"--config={spec}: {path} has no function get_config()")
-        if argument and not inspect.signature(module.get_config).parameters:
-            raise UserError(f"--config={spec}: {path} takes no argument, but {argument!r} was given")
-        config = module.get_config(argument) if argument else module.get_config()
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UserError(f"--config={spec}: {path} cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(config, ConfigDict):
-        raise UserError(f"--config={spec}: get_config() gave {config!r}; return a changed default_config()")
-    return config
 
 
 def resolve(config: ConfigDict, objectives: Mapping[str, Any]) -> ConfigDict:
@@ -316,6 +274,13 @@ def check(config: ConfigDict) -> None:
         b.accumulation > 0 and b.rows % b.accumulation == 0,
         f"batch.rows={b.rows} must be a multiple of batch.accumulation={b.accumulation}",
     )
+    for axis in MESH_AXES:
+        size = config.mesh[axis]
+        need(isinstance(size, int) and (size > 0 or size == -1), f"mesh.{axis}={size!r} must be a positive int, or -1")
+    left = [axis for axis in MESH_AXES if config.mesh[axis] == -1]
+    need(len(left) < 2, f"mesh: only one axis can take all devices that are left (-1), not both {' and '.join(left)}")
+    slices = config.mesh.slices
+    need(isinstance(slices, int) and slices > 0, f"mesh.slices={slices!r} must be a positive int")
     one_of("optimizer.name", o.name, ("adamw", "muon"))
     one_of("optimizer.decay", o.decay, ("matrices", "all"))
     need(o.learning_rate > 0, f"optimizer.learning_rate={o.learning_rate} must be positive")

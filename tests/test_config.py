@@ -6,9 +6,10 @@ import sys
 import pytest
 
 from biphasic_jax import config as config_module
-from biphasic_jax.config import default_config, differences, load_config, phase, resolve, to_dict
+from biphasic_jax.config import default_config, differences, phase, resolve, to_dict
 from biphasic_jax.errors import UserError
 from biphasic_jax.objectives import registry
+from biphasic_jax.recipe import load_config
 
 
 def loaded(*overrides, spec="configs/tiny.py"):
@@ -49,7 +50,7 @@ def test_e10_every_key_is_read_somewhere():
 
     root = pathlib.Path(config_module.__file__).parent
     code = "\n".join(p.read_text() for p in root.rglob("*.py") if p.name != "config.py")
-    code += pathlib.Path(config_module.__file__).read_text().split("def load_config")[1]
+    code += pathlib.Path(config_module.__file__).read_text().split("def resolve")[1]
 
     def leaves(node, prefix=()):
         for key, value in node.items():
@@ -95,6 +96,9 @@ def test_e10_every_key_is_read_somewhere():
         ("phases[1].steps=100000000000000000000", "steps in all"),
         ("batch.rows=100000000000", "tokens a step"),
         ("data.row_length=1000000000000", "8 to 1,048,576"),
+        ("mesh.fsdp=0", "mesh.fsdp=0 must be a positive int, or -1"),
+        ("mesh.tensor=-1", "not both data and tensor"),
+        ("mesh.slices=0", "mesh.slices=0 must be a positive int"),
     ],
 )
 def test_each_broken_rule_names_the_value_and_the_mend(override, message):

@@ -7,7 +7,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).parent.parent / "biphasic_jax"
 # A room may import from itself and from those before it.
-ORDER = ("errors", "overrides", "config", "plan", "data", "objectives", "model", "train", "bench", "__main__")
+ORDER = ("errors", "overrides", "config", "recipe", "plan", "data", "objectives", "model", "train", "bench", "__main__")
 SAME_FLOOR = {"data", "objectives", "model"}
 
 

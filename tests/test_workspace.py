@@ -11,7 +11,8 @@ TEXT = (ROOT / "WORKSPACE.md").read_text()
 
 CONFIG = """
 import unswap  # noqa: F401
-from biphasic_jax.config import phase, read_config_file
+from biphasic_jax.config import phase
+from biphasic_jax.recipe import read_config_file
 
 def get_config():
     c = read_config_file({tiny!r})

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from biphasic_jax.bench.harness import Variant, Worker
-from biphasic_jax.config import load_config
 from biphasic_jax.data.prepare import ensure_rows
 from biphasic_jax.errors import EXIT_INTERRUPTED, UserError
 from biphasic_jax.objectives import registry
+from biphasic_jax.recipe import load_config
 
 PATIENCE = 600.0  # seconds until a run that writes no line is given up
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from ml_collections import ConfigDict
 
-from biphasic_jax.config import load_config
 from biphasic_jax.data.batches import train_batches
 from biphasic_jax.data.order import Order
 from biphasic_jax.data.prepare import ensure_rows
@@ -18,6 +17,7 @@ from biphasic_jax.data.tokenizer import vocabulary_of
 from biphasic_jax.data.vocabulary import Vocabulary
 from biphasic_jax.errors import UserError
 from biphasic_jax.plan import Phase, Plan, make_plan
+from biphasic_jax.recipe import load_config
 
 DESCRIPTION = """\
 Shows the rows of a run's batches: text, segments, what is hidden and what is to be predicted; then how full the rows

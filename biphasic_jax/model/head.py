@@ -97,7 +97,7 @@ def _chunk(x_GxCxD, kernel_DxV, targets_GxC, weights_GxC, z_loss, gradients):
     """
     (G, C, D), V = x_GxCxD.shape, kernel_DxV.shape[1]
     x_RxD, targets_R, weights_R = x_GxCxD.reshape(-1, D), targets_GxC.reshape(-1), weights_GxC.reshape(-1)
-    logits_RxV = nn.with_logical_constraint(project(x_RxD, kernel_DxV), ("batch", "vocab"))
+    logits_RxV = nn.with_logical_constraint(project(x_RxD, kernel_DxV), ("predictions", "vocab"))
     top_R = logits_RxV.max(-1)
     exp_RxV = jnp.exp(logits_RxV - top_R[:, None])
     total_R = exp_RxV.sum(-1)
@@ -125,9 +125,9 @@ def _chunk(x_GxCxD, kernel_DxV, targets_GxC, weights_GxC, z_loss, gradients):
     return (sums, dkernel_GxDxV), dx_RxD.reshape(G, C, D)
 
 
-def batch_shards() -> int:
-    """Into how many parts the mesh in use splits the batch by the logical rules in use; 1 without a mesh."""
-    axes = nn.logical_to_mesh_axes(("batch",))
+def shards_of(axis: str) -> int:
+    """Into how many parts the mesh in use splits a logical axis by the rules in use; 1 without a mesh."""
+    axes = nn.logical_to_mesh_axes((axis,))
     mesh = jax.sharding.get_abstract_mesh()
     if axes is None or axes[0] is None or mesh.empty:
         return 1
@@ -145,16 +145,27 @@ def prediction_loss(
     """
     config = model.config
     x_BxLxD = model.features({"params": params}, batch["tokens"], batch["segments"], causal=causal)
-    targets, weights = batch["targets"], batch["weights"]
-    D, shards = x_BxLxD.shape[-1], batch_shards()
+    x, targets, weights = x_BxLxD, batch["targets"], batch["weights"]
     if "predict" in batch:  # positions within each group's own run of rows, so that a device gathers from itself
         predict_GxP = batch["predict"]
-        x_GxMxD = x_BxLxD.reshape(predict_GxP.shape[0], -1, D)
+        x_GxMxD = x_BxLxD.reshape(predict_GxP.shape[0], -1, x_BxLxD.shape[-1])
         x = jnp.take_along_axis(x_GxMxD, predict_GxP[..., None], axis=1)
-    else:
-        x = x_BxLxD
-    groups = shards if x.shape[0] % shards == 0 else x.shape[0]
-    x = nn.with_logical_constraint(x.reshape(groups, -1, D), ("batch", None, "embed"))
-    targets, weights = (a.reshape(groups, -1) for a in (targets, weights))
+    x, targets, weights = (spread(a) for a in (x, targets, weights))
+    x = nn.with_logical_constraint(x, ("predictions", None, "embed"))
     loss, sums = chunked_cross_entropy(x, head_kernel(params), targets, weights, config.loss_chunk, config.z_loss)
     return loss, weights.sum(), sums
+
+
+def spread(a_NxPx: Array) -> Array:
+    """(n, P, ...) as (devices that split predictions, positions of each, ...): each keeps the positions that it has.
+
+    Positions are filled up with zeros, which weigh nothing, where the devices along `length` do not divide them.
+    """
+    batch, length = shards_of("batch"), shards_of("length")
+    batch = batch if a_NxPx.shape[0] % batch == 0 else a_NxPx.shape[0]
+    if length == 1:
+        return a_NxPx.reshape(batch, -1, *a_NxPx.shape[2:])
+    n, P, *rest = a_NxPx.shape
+    a_NxPx = jnp.pad(a_NxPx, ((0, 0), (0, -P % length), *((0, 0) for _ in rest)))
+    parts = a_NxPx.reshape(batch, n // batch, length, -1, *rest).swapaxes(1, 2)
+    return parts.reshape(batch * length, -1, *rest)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from biphasic_jax.model.attention import attention, choose_backend, positions_from_segments
-from biphasic_jax.model.head import head_kernel, project
+from biphasic_jax.model.head import head_kernel, project, shards_of
 
 Array = jax.Array
 
@@ -83,9 +83,12 @@ class Weights(nn.Module):
         """x @ W, W (last axis of x, size), in the compute dtype.
 
         As a product of two matrices: with a gradient that contracts rows and length as two axes, XLA on CPU
-        transposes activations element by element, and a step takes 1.2 times as long.
+        transposes activations element by element, and a step takes 1.2 times as long. But where devices split
+        the length, one axis out of rows and length could not be split, and would be gathered.
         """
         kernel = self.matrix(name, (x.shape[-1], size), axes).astype(x.dtype)
+        if shards_of("length") > 1:
+            return x @ kernel
         return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], size)
 
     def scale(self) -> Any:
@@ -106,10 +109,14 @@ class Attention(Weights):
         q = self.linear("q", x_BxLxD, c.heads * c.head_size, ("embed", "heads"))
         k = self.linear("k", x_BxLxD, c.kv_heads * c.head_size, ("embed", "kv"))
         v = self.linear("v", x_BxLxD, c.kv_heads * c.head_size, ("embed", "kv"))
+        q_BxLxHxh = rope(q.reshape(B, L, c.heads, c.head_size), tables)
+        k_BxLxKxh = rope(k.reshape(B, L, c.kv_heads, c.head_size), tables)
+        v_BxLxKxh = v.reshape(B, L, c.kv_heads, c.head_size)
+        # A device has the queries of its part of a row, and the keys and values of the whole.
         out_BxLxHxh = attention(
-            rope(q.reshape(B, L, c.heads, c.head_size), tables),
-            rope(k.reshape(B, L, c.kv_heads, c.head_size), tables),
-            v.reshape(B, L, c.kv_heads, c.head_size),
+            nn.with_logical_constraint(q_BxLxHxh, ("batch", "length", "heads", None)),
+            nn.with_logical_constraint(k_BxLxKxh, ("batch", None, "kv", None)),
+            nn.with_logical_constraint(v_BxLxKxh, ("batch", None, "kv", None)),
             segments_BxL,
             causal=causal,
             backend=choose_backend(c.attention)[0],

@@ -64,8 +64,9 @@ def last_mlm_phase(config: ConfigDict) -> ConfigDict | None:
 class Evaluator:
     """Measures one model on fixed held-out rows, as often as asked; compiles once.
 
-    `rows` are usually `Rows(folder, "validation")`. `groups` divides the rows of a batch into runs with
-    room for predictions of their own, and `place` puts a host batch on the devices; both are for a mesh.
+    `rows` are usually `Rows(folder, "validation")`. `groups` divides this process's rows of a batch into runs
+    with room for predictions of their own, `share` is the (part, parts) of a batch that it feeds, and `place`
+    puts them on the devices; all are for a mesh.
     Raises `UserError` where there is nothing to predict: a loss over no target would look perfect.
     """
 
@@ -77,6 +78,7 @@ class Evaluator:
         rows: Rows,
         *,
         groups: int = 1,
+        share: tuple[int, int] = (0, 1),
         place: Callable[[Batch], Batch] | None = None,
     ):
         self.vocabulary = vocabulary
@@ -86,7 +88,9 @@ class Evaluator:
         self.place = place or (lambda batch: batch)
         wanted = config.evaluation.batch_rows or config.batch.rows // config.batch.accumulation
         most = min(wanted, self.row_count)  # a batch larger than the rows would only be padding
-        self.batch_rows = max(1, math.ceil(most / groups)) * groups
+        self.share = share
+        least = groups * share[1]
+        self.batch_rows = max(1, math.ceil(most / least)) * least
         self.measures = measures(config, vocabulary)
         for measure in self.measures:
             if not any(np.any(batch["weights"]) for batch in self._batches(measure)):

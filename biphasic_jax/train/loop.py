@@ -57,8 +57,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _main(args: argparse.Namespace, stop: StopFlag) -> int:
-    from biphasic_jax.config import load_config, to_json
+    from biphasic_jax.config import to_json
     from biphasic_jax.objectives import registry
+    from biphasic_jax.recipe import load_config
 
     config = load_config(args.config, args.overrides, registry)
     if args.print_config:

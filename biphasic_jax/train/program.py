@@ -13,7 +13,7 @@ from biphasic_jax.model.flops import training_flops
 from biphasic_jax.objectives import Objective, registry
 from biphasic_jax.plan import Phase
 from biphasic_jax.train.guards import probe_batches, probe_causality
-from biphasic_jax.train.mesh import batch_shards, place_batch
+from biphasic_jax.train.mesh import batch_shards, place_batch, share_of
 from biphasic_jax.train.setup import Run
 from biphasic_jax.train.state import TrainState
 from biphasic_jax.train.step import make_train_step
@@ -40,6 +40,7 @@ class Program:
     def batches(self, step: int) -> Iterator[tuple[int, HostBatch]]:
         """(step, this process's slice of batch `step`) from `step` to the end of the phase."""
         run = self.run
+        part, parts = share_of(run.mesh, jax.process_index())
         return train_batches(
             run.rows,
             self.objective,
@@ -47,6 +48,8 @@ class Program:
             start=step,
             stop=self.phase.end,
             groups=groups(run),
+            process=part,
+            processes=parts,
             workers=run.config.data.workers,
         )
 
@@ -61,7 +64,8 @@ class Program:
 
 def groups(run: Run) -> int:
     """Into how many prediction groups this process's rows of a batch fall."""
-    return run.config.batch.accumulation * batch_shards(run.mesh)
+    _, parts = share_of(run.mesh, jax.process_index())
+    return run.config.batch.accumulation * batch_shards(run.mesh) // parts
 
 
 def compile_phase(run: Run, phase: Phase, state: TrainState) -> tuple[Program, TrainState]:
@@ -73,10 +77,12 @@ def compile_phase(run: Run, phase: Phase, state: TrainState) -> tuple[Program, T
     cls = registry()[phase.objective]
     objective = cls(phase.settings, run.vocabulary, config.seed, (phase.start, phase.end))
     begin = time.perf_counter()
-    batches = probe_batches(objective, run.vocabulary, config.batch.rows, config.data.row_length, groups(run))
+    _, parts = share_of(run.mesh, jax.process_index())
+    rows, length = config.batch.rows, config.data.row_length
+    batches = probe_batches(objective, run.vocabulary, rows // parts, length, groups(run))
     step = make_train_step(run.model, objective, run.optimizer, run.plan, config, run.mesh)
     compiled = step.lower(state, place_batch(run.mesh, batches[0]), run.yes).compile()
-    flops = training_flops(run.model.config, config.batch.rows, config.data.row_length, batches[0]["targets"].size)
+    flops = training_flops(run.model.config, rows, length, parts * batches[0]["targets"].size)
     program = Program(run, phase, objective, compiled, flops, time.perf_counter() - begin)
     if config.guards.causality_probe:
         state = probe_causality(program.look, state, objective, batches)

@@ -13,7 +13,7 @@ from rich.table import Table
 from biphasic_jax.config import to_json
 from biphasic_jax.model.attention import choose_backend
 from biphasic_jax.model.presets import parameter_counts
-from biphasic_jax.train.mesh import batch_shards
+from biphasic_jax.train.mesh import batch_shards, unsplit
 from biphasic_jax.train.record import DATA_FACTS, data_facts
 from biphasic_jax.train.run_folder import plan_facts
 
@@ -35,6 +35,8 @@ def environment(run: "Run") -> dict[str, Any]:
         "devices": [f"{device.platform}:{device.id} {device.device_kind}" for device in run.mesh.devices.flat],
         "processes": jax.process_count(),
         "mesh": dict(run.mesh.shape),
+        "idle_devices": jax.device_count() - run.mesh.size,
+        "unsplit": unsplit(run.mesh, run.model),
         "attention": backend,
         "attention_reason": reason,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
@@ -69,6 +71,11 @@ def print_summary(run: "Run") -> None:
     table.add_row("run", run.folder.path)
     table.add_row("parameters", f"{counts['total']:,} ({counts['encoder']:,} without the head), {config.model.dtype}")
     table.add_row("devices", f"{devices}, mesh {' x '.join(f'{k} {v}' for k, v in mesh.shape.items())}")
+    if facts["idle_devices"]:
+        mend = "; they do not divide the rows of a micro-batch" if config.mesh.data == -1 else ""
+        table.add_row("idle", f"{facts['idle_devices']} of {jax.device_count()} devices{mend}")
+    for line in facts["unsplit"]:
+        table.add_row("not split", line)
     table.add_row("attention", f"{facts['attention']} ({facts['attention_reason']})")
     table.add_row("global batch", f"{rows:,} rows of {length:,} = {rows * length:,} tokens a step, padding included")
     per_device = rows // shards // accumulation

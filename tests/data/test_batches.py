@@ -12,13 +12,13 @@ import pytest
 from shelf import LENGTH, PAD, config, label, vocabulary, write_rows
 
 import biphasic_jax
-from biphasic_jax.config import load_config
 from biphasic_jax.data import batches as batches_module
 from biphasic_jax.data.batches import evaluation_batches, examples, row_hash, train_batches
 from biphasic_jax.data.order import Order
 from biphasic_jax.data.shards import Rows
 from biphasic_jax.errors import UserError
 from biphasic_jax.objectives import collate, registry
+from biphasic_jax.recipe import load_config
 
 BERT = {"mask_share": 0.8, "random_share": 0.1, "keep_share": 0.1}
 

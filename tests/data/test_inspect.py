@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from biphasic_jax.__main__ import main
-from biphasic_jax.config import load_config
 from biphasic_jax.data.inspect_rows import ServedRow, by_position, parse_steps, served_rows
 from biphasic_jax.data.prepare import ensure_rows
 from biphasic_jax.data.row_display import Display, histogram
@@ -19,6 +18,7 @@ from biphasic_jax.data.tokenizer import vocabulary_of
 from biphasic_jax.errors import UserError
 from biphasic_jax.objectives import registry
 from biphasic_jax.plan import Phase, make_plan
+from biphasic_jax.recipe import load_config
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 CONFIG = """

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from biphasic_jax.model.head import batch_shards, chunked_cross_entropy, head_kernel, prediction_loss, project
+from biphasic_jax.model.head import chunked_cross_entropy, head_kernel, prediction_loss, project, shards_of
 from biphasic_jax.model.transformer import ModelConfig, Transformer
 
 G, P, D, V = 2, 37, 12, 53
@@ -158,4 +158,4 @@ def test_the_kernel_of_a_tied_head_is_the_embedding():
 
 
 def test_without_a_mesh_the_batch_has_one_shard():
-    assert batch_shards() == 1
+    assert shards_of("batch") == shards_of("length") == 1

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from samples import row_batch, vocabulary
 
-from biphasic_jax.config import load_config
 from biphasic_jax.errors import UserError
 from biphasic_jax.objectives import Objective, collate, registry
+from biphasic_jax.recipe import load_config
 
 CONFIG = """
 import numpy as np

@@ -62,16 +62,17 @@ def command(workdir, *arguments: str, patch: str = "") -> list[str]:
     return [sys.executable, "-c", PATCHED.format(patch=patch), "train", config, f"--workdir={workdir}", *arguments]
 
 
-def environment() -> dict[str, str]:
-    # One device, as a user has it; programs that compile fast rather than run fast.
+def environment(devices: int = 1) -> dict[str, str]:
+    """One device, as a user has it, or some; programs that compile fast rather than run fast."""
     flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    flags += f" --xla_force_host_platform_device_count={devices}" if devices > 1 else ""
     return os.environ | {"XLA_FLAGS": flags, "BIPHASIC_CACHE": str(folder() / "cache")}
 
 
-def train(workdir, *arguments: str, patch: str = "") -> subprocess.CompletedProcess:
+def train(workdir, *arguments: str, patch: str = "", devices: int = 1) -> subprocess.CompletedProcess:
     """Runs `train` to its end; `patch` is Python that runs before."""
     return subprocess.run(
-        command(workdir, *arguments, patch=patch), env=environment(), capture_output=True, text=True, timeout=300
+        command(workdir, *arguments, patch=patch), env=environment(devices), capture_output=True, text=True, timeout=300
     )
 
 

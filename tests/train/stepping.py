@@ -9,7 +9,15 @@ from biphasic_jax.data.shards import Rows
 from biphasic_jax.model.transformer import ModelConfig, Transformer
 from biphasic_jax.objectives import collate, registry
 from biphasic_jax.plan import make_plan
-from biphasic_jax.train.mesh import batch_shards, make_mesh, place_batch, replicated, state_shardings, use_mesh
+from biphasic_jax.train.mesh import (
+    AXES,
+    batch_shards,
+    make_mesh,
+    place_batch,
+    replicated,
+    state_shardings,
+    use_mesh,
+)
 from biphasic_jax.train.optimizer import make_optimizer
 from biphasic_jax.train.state import TrainState, init_state
 from biphasic_jax.train.step import make_train_step
@@ -24,16 +32,17 @@ def train_rows(count: int) -> RowBatch:
 class Stepping:
     """Config, model, mesh, state and step of one phase; `objective` is a name or an Objective's class."""
 
-    def __init__(self, objective="mlm", shape=(1, 1, 1), accumulation=1, optimizer=None, **changes):
+    def __init__(self, objective="mlm", shape=(1, 1, 1, 1), accumulation=1, optimizer=None, **changes):
         config = tiny_config()
         with config.unlocked():
             config.batch.accumulation = accumulation
+            config.mesh.update(dict(zip(AXES, shape, strict=True)))
             config.model.layers = 1
             for key, value in changes.items():
                 section, _, name = key.partition("__")
                 config[section][name] = value
         self.config, self.vocabulary = config, tiny().vocabulary
-        self.mesh = make_mesh(config, shape)
+        self.mesh = make_mesh(config)
         self.plan = make_plan(config)
         cls = registry()[objective] if isinstance(objective, str) else objective
         self.objective = cls({}, self.vocabulary, config.seed, (0, 2))

@@ -46,7 +46,7 @@ def meta_of(stepping):
 
 @pytest.fixture(scope="module")
 def stepping():
-    return Stepping("clm", (2, 2, 2))
+    return Stepping("clm", (2, 2, 2, 1))
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def save(checkpointer, stepping, step=7, state=None):
 
 def test_a_state_comes_back_bit_for_bit_on_any_mesh(checkpointer, stepping):
     state = save(checkpointer, stepping)
-    for shape in ((2, 2, 2), (1, 1, 1), (8, 1, 1)):
+    for shape in ((2, 2, 2, 1), (1, 1, 1, 1), (8, 1, 1, 1)):
         other = Stepping("clm", shape)
         back = read_state(checkpointer.path(7), like(other, other.state()), 7)
         assert_same_bits(back, state)

@@ -23,9 +23,9 @@ def uneven(weights_BxL):
 
 
 @functools.cache
-def gradient_and_loss(objective, shape, accumulation):
+def gradient_and_loss(objective, shape, accumulation, **changes):
     """The gradient that the step hands to its optimizer, which here keeps it as its state, and the metrics."""
-    stepping = Stepping(objective, shape, accumulation, optimizer=optax.trace(decay=0), loss__z_loss=1e-3)
+    stepping = Stepping(objective, shape, accumulation, optimizer=optax.trace(decay=0), loss__z_loss=1e-3, **changes)
     state, metrics = stepping(stepping.state(), stepping.batch(weights=uneven))
     return jax.device_get(state.opt_state.trace), metrics
 
@@ -33,24 +33,45 @@ def gradient_and_loss(objective, shape, accumulation):
 @pytest.mark.parametrize(
     ("objective", "shape", "accumulation"),
     [
-        ("mlm", (1, 1, 1), 2),
-        ("mlm", (1, 1, 1), 4),
-        ("mlm", (2, 1, 1), 1),
-        ("mlm", (8, 1, 1), 1),
-        ("mlm", (2, 1, 1), 2),
-        ("mlm", (2, 2, 2), 1),
-        ("clm", (8, 1, 1), 1),  # the sums are added in one place for all objectives
+        ("mlm", (1, 1, 1, 1), 2),
+        ("mlm", (1, 1, 1, 1), 4),
+        ("mlm", (2, 1, 1, 1), 1),
+        ("mlm", (2, 1, 1, 1), 4),
+        ("mlm", (1, 4, 1, 1), 1),
+        ("mlm", (1, 1, 2, 1), 1),
+        ("mlm", (1, 1, 1, 4), 1),
+        ("mlm", (8, 1, 1, 1), 1),
+        ("mlm", (2, 2, 2, 1), 2),
+        ("mlm", (1, 2, 2, 2), 2),
+        ("clm", (8, 1, 1, 1), 1),
+        ("clm", (1, 1, 1, 8), 1),
+        ("clm", (2, 1, 2, 2), 2),
     ],
 )
 def test_l1_loss_and_gradient_depend_on_neither_accumulation_nor_devices(objective, shape, accumulation):
-    wanted, whole = gradient_and_loss(objective, (1, 1, 1), 1)
+    wanted, whole = gradient_and_loss(objective, (1, 1, 1, 1), 1)
     gradient, metrics = gradient_and_loss(objective, shape, accumulation)
     assert metrics["weight_sum"] == whole["weight_sum"] > 0
+    assert_near(gradient, metrics, wanted, whole)
+
+
+@pytest.mark.parametrize("objective", ["clm", "mlm"])
+@pytest.mark.parametrize(("remat", "scan"), [("none", False), ("dots", True), ("dots", False), ("full", True)])
+def test_loss_and_gradient_depend_on_neither_scan_nor_remat(objective, remat, scan):
+    wanted, whole = gradient_and_loss(objective, (1, 1, 1, 1), 1, model__layers=3)
+    gradient, metrics = gradient_and_loss(
+        objective, (1, 1, 1, 1), 1, model__layers=3, model__remat=remat, model__scan_layers=scan
+    )
+    assert_near(gradient, metrics, wanted, whole)
+
+
+def assert_near(gradient, metrics, wanted, whole):
+    """Within 1e-5, of the value for sums, of the largest for a gradient."""
     for name in ("loss_sum", "grad_norm", "sums/correct", "sums/z_loss", "tokens"):
         np.testing.assert_allclose(metrics[name], whole[name], rtol=1e-5, err_msg=name)
     scale = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(wanted))
     for mine, leaf in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(mine, leaf, atol=2e-5 * scale)
+        np.testing.assert_allclose(mine, leaf, atol=1e-5 * scale)
 
 
 def test_l1_the_gradient_is_that_of_the_mean_over_all_targets():
@@ -63,7 +84,7 @@ def test_l1_the_gradient_is_that_of_the_mean_over_all_targets():
         loss_sum, weight_sum, _ = stepping.objective.loss(stepping.model, params, arrays)
         return loss_sum / weight_sum
 
-    gradient, _ = gradient_and_loss("mlm", (1, 1, 1), 1)
+    gradient, _ = gradient_and_loss("mlm", (1, 1, 1, 1), 1)
     wanted = jax.grad(mean_loss)(params)
     for mine, leaf in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(mine, leaf, atol=1e-5 * float(np.abs(leaf).max()))
