@@ -163,10 +163,16 @@ def test_a_killed_run_is_taken_up_and_ends_in_the_same_bytes(corpus, undisturbed
 def test_ctrl_c_stops_with_its_own_code_and_is_taken_up(corpus, undisturbed, tmp_path):
     out = tmp_path / "rows"
     process = start(*arguments(corpus, out))
-    wait_for(lambda: list(out.glob("unit-*.json")), process)
-    workers = psutil.Process(process.pid).children(recursive=True)
-    for worker in workers:  # held where they are, or a fast machine is done before the signal arrives
-        worker.suspend()
+    parent = psutil.Process(process.pid)
+    while True:  # a little at a time, or a fast machine is done before the signal arrives
+        workers = parent.children(recursive=True)
+        for worker in workers:
+            worker.suspend()
+        if list(out.glob("unit-*.json")):
+            break
+        for worker in workers:
+            worker.resume()
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     for worker in workers:

@@ -46,7 +46,7 @@ def test_c4_a_sound_step_passes_and_the_state_is_untouched(objective):
     assert_same_bits(before, stepping.state())
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1)])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 1, 1, 1)])
 def test_c1_a_causal_phase_that_sees_the_future_is_stopped(shape):
     with pytest.raises(GuardError, match="sees the future"):
         probe(Stepping(Seeing, shape))
